@@ -1,0 +1,31 @@
+"""Piper: Mixture-of-Experts models, fast to train and honest to plan.
+
+The public names below load on first use (PEP 562), so ``import piper_kernels`` loads neither torch
+nor triton and touches no driver.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "Activation": "piper_kernels.config",
+    "MoEConfig": "piper_kernels.config",
+    "Permutation": "piper_kernels.permutation",
+    "RouterConfig": "piper_kernels.config",
+    "SharedExpertsConfig": "piper_kernels.config",
+    "WeightLayout": "piper_kernels.config",
+}
+
+__all__ = ["__version__", *sorted(_HOME_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""The fast CPU implementation of the ops in functional/."""

@@ -1,0 +1,1 @@
+"""Expert parallelism: topology, exchange plans and their execution."""

@@ -1,0 +1,1 @@
+"""Differentiable ops. Each picks triton, cpu or reference and can say why."""

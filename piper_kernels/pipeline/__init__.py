@@ -1,0 +1,1 @@
+"""PP x EP: the resource model, plans and their execution."""
