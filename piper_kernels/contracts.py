@@ -3,11 +3,13 @@
 A backend offers, in ``<backend>/experts.py``, two plain functions without autograd::
 
     experts_forward(x, gates, permutation, weights, *, needs_preact) -> (y, preact | None)
-    experts_backward(grad_y, x, gates, permutation, weights, preact | None, *, needs) -> ExpertsGrads
+    experts_backward(grad_y, x, gates, permutation, weights, preact | None, *, needs)
+        -> ExpertsGrads
 
 ``preact`` is the first projection's output after its bias and before the activation, ``[R, 2I]``
-(``[R, I]`` ungated) in expert-sorted order; ``experts_backward`` computes it anew when it gets ``None``.
-Letters: T num_tokens, K top_k, R = T*K rows, E num_experts, H hidden_size, I intermediate_size.
+(``[R, I]`` ungated) in expert-sorted order; ``experts_backward`` computes it anew when it gets
+``None``. Letters: T num_tokens, K top_k, R = T*K rows, E num_experts, H hidden_size,
+I intermediate_size.
 """
 
 from dataclasses import dataclass

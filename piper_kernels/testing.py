@@ -1,4 +1,4 @@
-"""Helpers shared by the tests, the benches and users' own tests. Nothing in the library imports this.
+"""Helpers shared by the tests, the benches and users' own tests; the library imports none of it.
 
 Letters: T num_tokens, K top_k, E num_experts.
 """
@@ -77,12 +77,12 @@ def guard_with_nan(tensor: Tensor, band: int = 64) -> Tensor:
 
 
 def assert_close_to_baseline(
-    name: str, actual: Tensor, baseline: Tensor, truth: Tensor, *, slack: float = 1.0
+    name: str, actual: Tensor, baseline: Tensor, truth: Tensor, *, slack: float = 4.0
 ) -> None:
-    """Require that ``actual`` is as near to the truth as a plain implementation in the same dtype.
+    """Require that ``actual`` is as near to the truth as a plain computation in the same dtype.
 
-    ``|actual - truth| <= |baseline - truth| + slack * eps * scale`` element by element, where eps is
-    the dtype's and scale is the largest |truth| of the element's row plus the row's norm share.
+    ``|actual - truth| <= |baseline - truth| + slack * eps * scale``, element by element; eps is the
+    dtype's, scale is the largest |truth| of the element's row plus a tenth of the tensor's largest.
 
     Args:
         name: what is compared, for the message.
@@ -101,7 +101,7 @@ def assert_close_to_baseline(
     error = (actual.double() - exact).abs()
     scale = exact.abs().amax(-1, keepdim=True) + exact.abs().max() * 0.1
     unit = torch.finfo(actual.dtype).eps * scale
-    allowed = (baseline.double() - exact).abs() + 4.0 * slack * unit
+    allowed = (baseline.double() - exact).abs() + slack * unit
     is_wrong = ~(error <= allowed)
     if is_wrong.any():
         excess = torch.where(error.isnan(), torch.inf, error / allowed)
