@@ -1,0 +1,13 @@
+"""Helpers shared by the tests, the benches and users' own tests; the library imports none of it."""
+
+from piper_kernels.testing.closeness import assert_close_to_baseline
+from piper_kernels.testing.guards import guard_with_nan
+from piper_kernels.testing.routing import ROUTING_KINDS, RoutingKind, make_routing
+
+__all__ = [
+    "ROUTING_KINDS",
+    "RoutingKind",
+    "assert_close_to_baseline",
+    "guard_with_nan",
+    "make_routing",
+]

@@ -1,0 +1,41 @@
+"""Bounds for a result: the error of a plain computation in the same dtype."""
+
+import torch
+from torch import Tensor
+
+
+def assert_close_to_baseline(
+    name: str, actual: Tensor, baseline: Tensor, truth: Tensor, *, slack: float = 4.0
+) -> None:
+    """Require that ``actual`` is as near to the truth as a plain computation in the same dtype.
+
+    ``|actual - truth| <= |baseline - truth| + slack * eps * scale``, element by element; eps is the
+    dtype's, scale is the largest |truth| of the element's row plus a tenth of the tensor's largest.
+
+    Args:
+        name: what is compared, for the message.
+        actual: the result under test.
+        baseline: a plain computation in actual's dtype.
+        truth: the same in fp64.
+        slack: how many units in the last place of the row's scale are allowed on top.
+
+    Raises:
+        AssertionError: naming the worst element and all three values.
+    """
+    assert actual.shape == truth.shape, f"{name}: shape {tuple(actual.shape)}, want {truth.shape}"
+    if not actual.numel():
+        return
+    exact = truth.double()
+    error = (actual.double() - exact).abs()
+    scale = exact.abs().amax(-1, keepdim=True) + exact.abs().max() * 0.1
+    unit = torch.finfo(actual.dtype).eps * scale
+    allowed = (baseline.double() - exact).abs() + slack * unit
+    is_wrong = ~(error <= allowed)
+    if is_wrong.any():
+        excess = torch.where(error.isnan(), torch.inf, error / allowed)
+        where = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        raise AssertionError(
+            f"{name}: {int(is_wrong.sum())} of {is_wrong.numel()} elements too far; worst at "
+            f"{where}: actual {actual[where].item():.6g}, baseline {baseline[where].item():.6g}, "
+            f"truth {exact[where].item():.6g}, allowed error {allowed[where].item():.3g}"
+        )
