@@ -14,8 +14,17 @@ _HOME_OF = {
     "MoEConfig": "piper_kernels.config",
     "Permutation": "piper_kernels.permutation",
     "RouterConfig": "piper_kernels.config",
+    "Routing": "piper_kernels.routing",
     "SharedExpertsConfig": "piper_kernels.config",
     "WeightLayout": "piper_kernels.config",
+    "apply_capacity": "piper_kernels.routing",
+    "apply_jitter": "piper_kernels.routing",
+    "balance_loss": "piper_kernels.balance",
+    "count_experts": "piper_kernels.routing",
+    "has_constant_gates": "piper_kernels.choice",
+    "route": "piper_kernels.routing",
+    "updated_correction_bias": "piper_kernels.balance",
+    "z_loss": "piper_kernels.balance",
 }
 
 __all__ = ["__version__", *sorted(_HOME_OF)]

@@ -18,14 +18,25 @@ PURE_PIPELINE = {
 PURE = {"errors", "config", "cost", *PURE_DIST, *PURE_PIPELINE}
 
 # Room -> the rooms it may import. A room is the longest matching prefix of a module's dotted name.
-ROUTING_AND_BELOW = {"errors", "config", "cost", "routing", "permutation", "contracts"}
+ROUTING_AND_BELOW = {
+    "errors",
+    "config",
+    "cost",
+    "choice",
+    "routing",
+    "balance",
+    "permutation",
+    "contracts",
+}
 OPS = {*ROUTING_AND_BELOW, "functional", "cpu", "reference"}
 EVERYTHING = {"*"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "cost": {"errors", "config"},
-    "routing": {"errors", "config"},
+    "choice": {"config"},
+    "routing": {"errors", "config", "choice"},
+    "balance": {"errors", "config", "routing"},
     "permutation": {"errors", "config", "routing"},
     "contracts": {"config"},
     "reference": {*ROUTING_AND_BELOW, "reference"},
