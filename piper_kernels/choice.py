@@ -32,6 +32,9 @@ def choose(
     scores = _scores(logits, config.kind)
     order = _order(logits.detach(), scores.detach(), config, correction_bias)
     expert_ids = choose_experts(order, top_k)
+    if config.kind == "sigmoid_topk":
+        # from the chosen logits alone, so that only [T, K] is saved for backward
+        return expert_ids, _gates(_sigmoid(logits.gather(1, expert_ids)), config)
     return expert_ids, _gates(scores.gather(1, expert_ids), config)
 
 
@@ -99,10 +102,22 @@ def has_constant_gates(config: RouterConfig, top_k: int) -> bool:
 
 
 def _scores(logits: Tensor, kind: RouterKind) -> Tensor:
-    """``[T, E]`` what experts are compared and weighed by."""
+    """``[T, E]`` what experts are compared by, once a bias or a sum is involved."""
     if kind == "softmax_topk":
         return logits.softmax(-1)
-    return logits.sigmoid() if kind == "sigmoid_topk" else logits
+    if kind == "sigmoid_topk":
+        # the cheap form, whose gradient is NaN far below 0
+        return 1.0 / (1.0 + (-logits.detach()).exp())
+    return logits
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    """Sigmoid as softmax of (z, 0), differentiable.
+
+    Not ``torch.sigmoid``: on the CPU (torch 2.13) its vector and scalar code differ by one ulp, so
+    equal logits would get unequal scores by their place in memory, and ties would be broken by it.
+    """
+    return torch.stack((logits, torch.zeros_like(logits)), -1).softmax(-1)[..., 0]
 
 
 def _order(logits: Tensor, scores: Tensor, config: RouterConfig, bias: Tensor | None) -> Tensor:

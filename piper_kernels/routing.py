@@ -9,7 +9,6 @@ Letters: T num_tokens, K top_k, E num_experts. A slot is a (token, k) pair.
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -186,7 +185,7 @@ def apply_jitter(x: Tensor, jitter: float) -> Tensor:
         DtypeError: ``x`` is not floating.
 
     Source:
-        Fedus et al. 2021, Switch Transformers (arXiv 2101.03961), section 2.4.
+        Fedus et al. 2021, Switch Transformers (arXiv 2101.03961), appendix C.
     """
     require(0.0 <= jitter < 1.0, "apply_jitter", "jitter", "be in [0, 1)", jitter)
     check_dtype("apply_jitter", "x", x, LOGITS_DTYPES)
@@ -228,17 +227,17 @@ def apply_capacity(routing: Routing, capacity_factor: float) -> tuple[Routing, T
         "Leave capacity out for a dropless layer.",
     )
     num_experts, ids = routing.num_experts, routing.expert_ids
-    num_real = routing.num_tokens if routing.mask is None else routing.mask.sum()
-    # a ceiling in integers: in floating point 1.1 * 10 would need 12 rows
-    factor = Fraction(str(min(capacity_factor, num_experts))).limit_denominator(10**6)
-    capacity = -(-factor.numerator * num_real * routing.top_k // (factor.denominator * num_experts))
+    num_real = routing.num_tokens if routing.mask is None else routing.mask.sum().double()
+    capacity = capacity_factor * routing.top_k / num_experts * num_real
     slot_ids = ids.reshape(-1)
     by_gate = routing.gates.detach().reshape(-1).sort(descending=True, stable=True).indices
     sorted_ids, by_expert = slot_ids[by_gate].sort(stable=True)
     starts = torch.searchsorted(sorted_ids, sorted_ids)
     rank = torch.arange(slot_ids.shape[0], device=ids.device) - starts
+    # rank < ceil(capacity), but 10 * 1.1 = 11.000000000000002 is not room for twelve
+    has_room = rank.double() * (1.0 + 1e-12) < capacity
     is_kept = torch.empty_like(slot_ids, dtype=torch.bool)
-    is_kept[by_gate[by_expert]] = (rank < capacity) & (sorted_ids < num_experts)
+    is_kept[by_gate[by_expert]] = has_room & (sorted_ids < num_experts)
     is_kept = is_kept.view(ids.shape)
     num_dropped = ((ids < num_experts) & ~is_kept).sum()
     kept = replace(
