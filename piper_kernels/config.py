@@ -33,7 +33,9 @@ def check_choice(function: str, argument: str, value: object, choices: object) -
 def _require_positive(function: str, **sizes: int) -> None:
     for name, size in sizes.items():
         is_int = isinstance(size, int) and not isinstance(size, bool)
-        require(is_int and size >= 1, function, name, "be an integer >= 1", repr(size))
+        # repr tells '8' from 8; a traced size has none
+        given = size if is_int else repr(size)
+        require(is_int and size >= 1, function, name, "be an integer >= 1", given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
