@@ -8,7 +8,16 @@ A backend offers, in ``<backend>/experts.py``, two plain functions without autog
 
 ``preact`` is the first projection's output after its bias and before the activation, ``[R, 2I]``
 (``[R, I]`` ungated) in expert-sorted order; ``experts_backward`` computes it anew when it gets
-``None``. Letters: T num_tokens, K top_k, R = T*K rows, E num_experts, H hidden_size,
+``None``. The smaller ops have raw functions too, each in the backend's file of its name::
+
+    permute.permute_forward(x, permutation) -> rows
+    permute.permute_backward(grad_rows, permutation) -> grad_x
+    unpermute.unpermute_forward(rows, gates, permutation) -> y
+    unpermute.unpermute_backward(grad_y, rows, gates, permutation) -> (grad_rows, grad_gates)
+    grouped_gemm.grouped_gemm(rows, weight, expert_offsets, *, bias, is_transposed) -> out
+    grouped_gemm.grouped_gemm_wgrad(grad_out, rows, expert_offsets, *, is_transposed) -> grad_weight
+
+Letters: T num_tokens, K top_k, R = T*K rows, E num_experts, H hidden_size,
 I intermediate_size.
 """
 

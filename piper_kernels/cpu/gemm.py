@@ -1,0 +1,27 @@
+"""One GEMM, and the dtypes that it runs in."""
+
+import torch
+from torch import Tensor
+
+# Up to here a half-precision GEMM reads its weight once and is memory-bound; above, torch has no
+# fast fp16 kernel on a CPU without AVX512-FP16 (measured, Zen 4: 4 times slower than fp32).
+_MAX_ROWS_IN_FP16 = 4
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and of activation arithmetic: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def matmul_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """``out[...] = left @ right``, without a temporary where the CPU multiplies this dtype fast.
+
+    Args:
+        out: ``[m, n]``, any strides.
+        left: ``[m, k]``, any strides, out's dtype.
+        right: ``[k, n]``, any strides, out's dtype.
+    """
+    if out.dtype == torch.float16 and min(out.shape[0], left.shape[1]) > _MAX_ROWS_IN_FP16:
+        out.copy_(torch.mm(left.float(), right.float()))
+    else:
+        torch.mm(left, right, out=out)
