@@ -6,7 +6,6 @@ loss-free bias update are in ``piper_kernels.balance``.
 Letters: T num_tokens, K top_k, E num_experts. A slot is a (token, k) pair.
 """
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -209,7 +208,7 @@ def apply_capacity(routing: Routing, capacity_factor: float) -> tuple[Routing, T
         ``(routing, num_dropped)``, the latter a 0-dim int64 tensor on the routing's device.
 
     Raises:
-        ConfigError: ``capacity_factor`` is not a finite number above 0.
+        ConfigError: ``capacity_factor`` is 0, negative or NaN.
 
     Example:
         >>> routing = route(torch.tensor([[2.0, 0.0], [3.0, 0.0], [0.0, 1.0]]), 1,
@@ -219,10 +218,10 @@ def apply_capacity(routing: Routing, capacity_factor: float) -> tuple[Routing, T
         (tensor([2, 0, 1]), 1)
     """
     require(
-        math.isfinite(capacity_factor) and capacity_factor > 0,
+        capacity_factor > 0,
         "apply_capacity",
         "capacity_factor",
-        "be a finite number above 0",
+        "be above 0",
         capacity_factor,
         "Leave capacity out for a dropless layer.",
     )

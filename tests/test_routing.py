@@ -1,33 +1,15 @@
-"""Routing: precision, masks, non-finite logits, no host sync, jitter, capacity, counts."""
-
-import ast
-import dataclasses
-import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+"""Routing: precision, masks, non-finite logits, jitter. A..: shared/cases/field_reports."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
-import piper_kernels
-from piper_kernels.balance import balance_loss, updated_correction_bias, z_loss
-from piper_kernels.config import NonFinite, RouterConfig, RouterKind
+from piper_kernels.balance import balance_loss, z_loss
+from piper_kernels.config import RouterConfig, RouterKind
 from piper_kernels.errors import ConfigError, DeviceError, DtypeError, RoutingError, ShapeError
 from piper_kernels.permutation import Permutation
-from piper_kernels.routing import (
-    Routing,
-    apply_capacity,
-    apply_jitter,
-    count_experts,
-    route,
-)
+from piper_kernels.routing import Routing, apply_capacity, apply_jitter, count_experts, route
 
 KINDS: tuple[RouterKind, ...] = ("softmax_topk", "topk_softmax", "sigmoid_topk")
 GROUPED = RouterConfig(
@@ -37,20 +19,6 @@ GROUPED = RouterConfig(
     num_selected_groups=2,
     group_score="top2_sum",
 )
-
-
-def everything(logits: Tensor, mask: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-    """Each function of the two rooms but the jitter, one after the other."""
-    routing = route(logits, 3, GROUPED, correction_bias=bias, mask=mask)
-    losses = [balance_loss(routing, normalization=n) for n in ("per_slot", "per_token")]
-    losses.append(z_loss(routing.logits, mask=routing.mask))
-    kept, num_dropped = apply_capacity(routing, 1.25)
-    counts = count_experts(kept.expert_ids, kept.num_experts)
-    new_bias = updated_correction_bias(bias, counts, 1e-3)
-    return routing.expert_ids, kept.expert_ids, kept.gates, num_dropped, counts, new_bias, *losses
-
-
-# --- what comes out ------------------------------------------------------------------------------
 
 
 def test_routing_example_of_the_docstring() -> None:
@@ -88,29 +56,6 @@ def test_route_decides_by_the_fp32_value() -> None:
     assert routing.gates.dtype == torch.float32
 
 
-class NarrowestFloat(TorchDispatchMode):
-    """Remembers the narrowest floating dtype that any operation returned."""
-
-    num_bytes = 8
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                self.num_bytes = min(self.num_bytes, tensor.element_size())
-        return out
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_route_is_not_narrowed_by_autocast(dtype: torch.dtype) -> None:
-    logits, mask, bias = torch.randn(12, 8, dtype=dtype), torch.ones(12), torch.zeros(8)
-    plain = everything(logits, mask, bias)
-    with torch.autocast("cpu", torch.bfloat16), NarrowestFloat() as narrowest:
-        cast = everything(apply_jitter(logits, 0.0), mask, bias)
-    assert narrowest.num_bytes >= 4
-    assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_route_takes_any_strides_and_changes_nothing(kind: RouterKind) -> None:
     base = torch.randn(24, 24)
@@ -140,9 +85,6 @@ def test_route_no_token_or_one(num_tokens: int, config: RouterConfig, has_mask: 
     assert count_experts(routing.expert_ids, 8).sum() == 4 * num_tokens
     if num_tokens == 0:
         assert loss == 0
-
-
-# --- masks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [RouterConfig(), GROUPED], ids=["plain", "grouped"])
@@ -183,8 +125,6 @@ def test_route_mask_none_is_all_ones() -> None:
     assert torch.equal(a.expert_ids, b.expert_ids)
     assert torch.equal(a.gates, b.gates)
 
-
-# --- non-finite logits ---------------------------------------------------------------------------
 
 NON_FINITE = [torch.nan, torch.inf, -torch.inf]
 
@@ -261,172 +201,6 @@ def test_route_ids_are_always_in_range(
         assert ((in_order.diff(dim=-1) > 0) | (in_order[:, 1:] == num_experts)).all()
 
 
-# --- no host sync, tracing -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["meta", "fake cpu"])
-@pytest.mark.parametrize("non_finite", ["raise", "contain"])
-def test_route_never_waits_for_the_device(device: str, non_finite: NonFinite) -> None:
-    """On meta and fake tensors whatever needs a value raises; the first lines prove it."""
-    with FakeTensorMode() if "fake" in device else torch.device("meta"):
-        logits, mask, bias = torch.empty(16, 32), torch.empty(16), torch.empty(32)
-        needs_values: list[Callable[[], object]] = [
-            lambda: bool(logits.sum() > 0),
-            lambda: mask.sum().item(),
-            lambda: bias.tolist(),
-            lambda: mask.nonzero(),
-            lambda: logits[mask > 0],
-            lambda: torch.bincount(mask.long()),
-        ]
-        for needs_value in needs_values:
-            with pytest.raises((RuntimeError, NotImplementedError)):
-                needs_value()
-        out = everything(logits, mask, bias)
-        assert {t.device.type for t in out} == {"meta" if device == "meta" else "cpu"}
-        config = dataclasses.replace(GROUPED, non_finite=non_finite)
-        assert route(logits, 16, config, correction_bias=bias).gates.shape == (16, 16)
-        plain = route(logits, 20, RouterConfig(non_finite=non_finite))
-        assert plain.gates.shape == (16, 20)
-
-
-def test_route_shapes_on_meta() -> None:
-    logits, mask, bias = (torch.empty(shape, device="meta") for shape in ((16, 32), 16, 32))
-    out = everything(apply_jitter(logits, 0.1), mask, bias)
-    assert [tuple(t.shape) for t in out] == [(16, 3)] * 3 + [(), (32,), (32,)] + [()] * 3
-
-
-def compiled(backend: str) -> None:
-    """Trace everything in one graph, with T dynamic, and compare with eager."""
-    torch._dynamo.reset()
-
-    def losses_and_routing(logits: Tensor, mask: Tensor, bias: Tensor) -> tuple[Routing, Tensor]:
-        routing = route(logits, 3, GROUPED, correction_bias=bias, mask=mask)
-        kept, _ = apply_capacity(routing, 1.25)
-        loss = balance_loss(routing, normalization="per_slot")
-        counts = count_experts(kept.expert_ids, 8)
-        loss = loss + z_loss(routing.logits, mask=mask) + updated_correction_bias(bias, counts, 1.0)
-        return kept, loss
-
-    traced = torch.compile(losses_and_routing, fullgraph=True, dynamic=True, backend=backend)
-    for num_tokens in (5, 12):
-        logits = torch.randn(num_tokens, 8).round(decimals=1).requires_grad_()
-        args = (torch.rand(num_tokens) < 0.8, torch.full((8,), 0.25))
-        (kept, loss), (want_kept, want_loss) = (
-            traced(logits, *args),
-            losses_and_routing(logits, *args),
-        )
-        assert torch.equal(kept.expert_ids, want_kept.expert_ids)
-        torch.testing.assert_close(kept.gates, want_kept.gates)
-        torch.testing.assert_close(loss, want_loss)
-        got, want = (
-            torch.autograd.grad(r.gates.square().sum() + x.sum(), logits)
-            for r, x in ((kept, loss), (want_kept, want_loss))
-        )
-        torch.testing.assert_close(got, want)
-    bad = torch.randn(5, 8)
-    bad[3, 3] = torch.nan
-    with pytest.raises(RuntimeError, match="route: logits must be finite, got NaN or Inf"):
-        traced(bad, torch.ones(5) > 0, torch.zeros(8))
-
-
-def test_route_compiles_into_one_graph() -> None:
-    compiled("aot_eager")
-
-
-@pytest.mark.slow
-def test_route_compiles_with_inductor() -> None:
-    with warnings.catch_warnings():
-        # torch's own imports are deprecated by torch
-        warnings.simplefilter("ignore", DeprecationWarning)
-        compiled("inductor")
-        traced = torch.compile(route, fullgraph=True)
-        for num_experts in (9, 61):
-            logits = torch.full((7, num_experts), 0.37)
-            bias = torch.full((num_experts,), 0.25)
-            for kind in KINDS:
-                routing = traced(logits, 3, RouterConfig(kind=kind), correction_bias=bias)
-                assert routing.expert_ids.tolist() == [[0, 1, 2]] * 7
-
-
-def test_route_exports() -> None:
-    class Router(torch.nn.Module):
-        def forward(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-            routing = route(logits, 2, RouterConfig())
-            return routing.expert_ids, routing.gates
-
-    num_tokens = torch.export.Dim("num_tokens", min=2, max=4096)
-    program = torch.export.export(
-        Router(), (torch.randn(5, 8),), dynamic_shapes={"logits": {0: num_tokens}}
-    )
-    logits = torch.randn(11, 8)
-    expert_ids, gates = program.module()(logits)
-    routing = route(logits, 2, RouterConfig())
-    assert torch.equal(expert_ids, routing.expert_ids)
-    assert torch.equal(gates, routing.gates)
-    with pytest.raises(RuntimeError, match="route: logits must be finite"):
-        program.module()(torch.full((4, 8), torch.nan))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("is_autocast", [False, True])
-def test_route_recomputes_the_same_experts_on_ties(use_reentrant: bool, is_autocast: bool) -> None:
-    """A46: constant rows (every expert but two tied), jitter, bf16, autocast entered inside."""
-    weight = torch.zeros(8, 4, dtype=torch.bfloat16)
-    weight[5:7] = 0.5
-    weight.requires_grad_()
-    x = torch.ones(6, 4, dtype=torch.bfloat16, requires_grad=True)
-    seen: list[Tensor] = []
-
-    def block(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            logits = torch.nn.functional.linear(apply_jitter(x, 0.1), weight)
-            routing = route(logits, 3, RouterConfig(kind="sigmoid_topk"))
-        seen.append(routing.expert_ids)
-        return routing.gates * torch.arange(1, 4)
-
-    state = torch.get_rng_state()
-    grads = []
-    for wrap in (False, True):
-        torch.set_rng_state(state)
-        y = checkpoint(block, x, use_reentrant=use_reentrant) if wrap else block(x)
-        y.sum().backward()
-        grads.append((x.grad, weight.grad))
-        x.grad = weight.grad = None
-    assert all(torch.equal(ids, seen[0]) for ids in seen)
-    assert len(seen) == 3
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert (seen[0][:, 2] == 0).all()
-
-
-def test_rooms_keep_no_state() -> None:
-    """A43: module globals are constants, functions and classes; calls do not see one another."""
-    package = Path(piper_kernels.__file__).parent
-    for room in ("choice", "routing", "balance", "permutation"):
-        for node in ast.parse((package / f"{room}.py").read_text()).body:
-            kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Expr)
-            is_constant = (
-                isinstance(node, ast.Assign)
-                and isinstance(node.value, ast.Constant | ast.Tuple | ast.Subscript | ast.BinOp)
-                and all(isinstance(t, ast.Name) and t.id[0].isupper() for t in node.targets)
-            )
-            assert isinstance(node, kinds) or is_constant, f"{room}, line {node.lineno}"
-            assert not any(isinstance(n, ast.Global) for n in ast.walk(node))
-    first, second = torch.randn(2, 6, 8)
-
-    def loss(logits: Tensor) -> Tensor:
-        return balance_loss(route(logits, 2, RouterConfig()), normalization="per_slot")
-
-    wanted = loss(first)
-    for _ in range(10):
-        loss(second)
-    with pytest.raises(RoutingError):
-        loss(second / 0)
-    assert torch.equal(loss(first), wanted)
-
-
-# --- jitter --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_apply_jitter_bounds_mean_and_gradient(dtype: torch.dtype) -> None:
     x = torch.ones(20_000, 2, dtype=dtype, requires_grad=True)
@@ -451,150 +225,6 @@ def test_apply_jitter_zero_changes_nothing() -> None:
         apply_jitter(x, 1.0)
     with pytest.raises(DtypeError, match=r"apply_jitter: x must be one of float32, .* got int64"):
         apply_jitter(torch.ones(2, dtype=torch.int64), 0.1)
-
-
-# --- capacity ------------------------------------------------------------------------------------
-
-
-def loop_capacity(routing: Routing, capacity: int) -> list[list[int]]:
-    """Expert ids after dropping, by the book."""
-    ids, gates = routing.expert_ids.tolist(), routing.gates.tolist()
-    for e in range(routing.num_experts):
-        takers = [(t, k) for t, row in enumerate(ids) for k, i in enumerate(row) if i == e]
-        for t, k in sorted(takers, key=lambda s: (-gates[s[0]][s[1]], s[0]))[capacity:]:
-            ids[t][k] = routing.num_experts
-    return ids
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_apply_capacity_drops_the_later_of_equals(kind: RouterKind) -> None:
-    """A66: five equal tokens on one expert with room for four; token 5 gets nothing."""
-    logits = torch.tensor([[0.3, 0.0, 0.0, 0.0]]).repeat(5, 1).requires_grad_()
-    routing = route(logits, 1, RouterConfig(kind=kind, is_normalized=False))
-    kept, num_dropped = apply_capacity(routing, 3.2)
-    assert kept.expert_ids.flatten().tolist() == [0, 0, 0, 0, 4]
-    assert num_dropped == 1
-    assert num_dropped.shape == ()
-    assert torch.equal(kept.gates[:4], routing.gates[:4])
-    assert kept.gates[4] == 0
-    kept.gates.sum().backward()
-    assert (logits.grad[4] == 0).all()
-    assert torch.equal(kept.logits, routing.logits)
-
-
-def test_apply_capacity_drops_the_lowest_gate_first() -> None:
-    logits = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0], [0.0, 1.0]])
-    routing = route(logits, 1, RouterConfig(is_normalized=False))
-    kept, num_dropped = apply_capacity(routing, 1.0)
-    assert kept.expert_ids.flatten().tolist() == [2, 0, 0, 1]
-    assert num_dropped == 1
-
-
-def test_apply_capacity_leaves_the_other_gate_alone() -> None:
-    """A66: K = 2 with one of the two dropped is not normalised anew."""
-    logits = torch.tensor([[2.0, 1.0, 0.0], [3.0, 1.0, 0.0], [2.5, 0.0, 1.0]])
-    routing = route(logits, 2, RouterConfig())
-    kept, num_dropped = apply_capacity(routing, 1.0)
-    assert kept.expert_ids.tolist() == [[3, 1], [0, 1], [0, 2]]
-    assert num_dropped == 1
-    assert kept.gates[0, 0] == 0
-    assert kept.gates[0, 1] == routing.gates[0, 1]
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5])
-@pytest.mark.parametrize("factor", [2.0, 4.0, 8.0, 1e12])
-def test_apply_capacity_with_room_for_all(num_tokens: int, factor: float) -> None:
-    """A66: E / K = 2 and more equals no dropping, also beyond T."""
-    routing = route(torch.ones(num_tokens, 4), 2, RouterConfig())
-    kept, num_dropped = apply_capacity(routing, factor)
-    assert num_dropped == 0
-    assert torch.equal(kept.expert_ids, routing.expert_ids)
-    assert torch.equal(kept.gates, routing.gates)
-
-
-@pytest.mark.parametrize(
-    ("factor", "num_tokens", "num_kept"),
-    # 10 * 1.1 is 11.000000000000002 in floating point; a capacity is never 0
-    [(1.1, 10, 11), (0.7, 10, 7), (2 / 3, 3, 2), (0.75, 3, 3), (1e-9, 3, 1)],
-)
-def test_apply_capacity_rounds_up(factor: float, num_tokens: int, num_kept: int) -> None:
-    routing = route(torch.ones(num_tokens * 2, 2), 1, RouterConfig())
-    kept, num_dropped = apply_capacity(routing, factor)
-    assert count_experts(kept.expert_ids, 2).tolist() == [num_kept, 0]
-    assert num_dropped == num_tokens * 2 - num_kept
-
-
-def test_apply_capacity_counts_real_tokens_only() -> None:
-    """A37: padding neither fills an expert nor makes room."""
-    logits = torch.randn(12, 4)
-    mask = torch.rand(12) < 0.5
-    mask[0] = True
-    padded, num_dropped = apply_capacity(route(logits, 2, RouterConfig(), mask=mask), 0.5)
-    compact, compact_dropped = apply_capacity(route(logits[mask], 2, RouterConfig()), 0.5)
-    assert torch.equal(padded.expert_ids[mask], compact.expert_ids)
-    assert (padded.expert_ids[~mask] == 4).all()
-    assert num_dropped == compact_dropped
-    assert num_dropped > 0
-
-
-@given(
-    st.integers(0, 30),
-    st.integers(1, 6),
-    st.sampled_from([0.3, 0.5, 1.0, 1.25, 2.0]),
-    st.booleans(),
-    st.integers(0, 2**31 - 1),
-    st.data(),
-)
-def test_apply_capacity_equals_the_loop(
-    num_tokens: int, num_experts: int, factor: float, has_ties: bool, seed: int, data: st.DataObject
-) -> None:
-    top_k = data.draw(st.integers(1, num_experts))
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_tokens, num_experts, generator=generator)
-    config = RouterConfig(kind=data.draw(st.sampled_from(KINDS)))
-    routing = route(logits.round() if has_ties else logits, top_k, config)
-    kept, num_dropped = apply_capacity(routing, factor)
-    # num_tokens * top_k * factor is exact in units of 0.05
-    capacity = -(-round(factor * 20) * num_tokens * top_k // (20 * num_experts))
-    assert kept.expert_ids.tolist() == loop_capacity(routing, capacity)
-    is_dropped = kept.expert_ids == num_experts
-    assert num_dropped == is_dropped.sum()
-    assert torch.equal(kept.gates, routing.gates.masked_fill(is_dropped, 0.0))
-
-
-@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
-def test_apply_capacity_refuses_a_bad_factor(factor: float) -> None:
-    routing = route(torch.ones(2, 2), 1, RouterConfig())
-    with pytest.raises(
-        ConfigError, match="apply_capacity: capacity_factor must be a finite number above 0, got"
-    ):
-        apply_capacity(routing, factor)
-
-
-# --- counts --------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**31 - 1))
-def test_count_experts_equals_bincount(
-    num_tokens: int, num_experts: int, top_k: int, seed: int
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    expert_ids = torch.randint(num_experts + 3, (num_tokens, top_k), generator=generator)
-    counts = count_experts(expert_ids, num_experts)
-    valid = expert_ids[expert_ids < num_experts]
-    assert counts.dtype == torch.int64
-    assert torch.equal(counts, torch.bincount(valid, minlength=num_experts))
-    assert torch.equal(count_experts(expert_ids.int(), num_experts), counts)
-
-
-def test_count_experts_messages() -> None:
-    with pytest.raises(ConfigError, match="count_experts: num_experts must be at least 1, got 0"):
-        count_experts(torch.zeros(2, 2, dtype=torch.int64), 0)
-    with pytest.raises(DtypeError, match="count_experts: expert_ids must be one of int64, int32"):
-        count_experts(torch.zeros(2, 2), 2)
-
-
-# --- bad input -----------------------------------------------------------------------------------
 
 
 def test_route_messages() -> None:
