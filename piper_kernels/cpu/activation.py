@@ -94,9 +94,7 @@ def activation_forward(
         if gate is None:
             out[rows].copy_(apply_function(up, activation))
             continue
-        if activation.limit is not None:
-            gate = gate.clamp(max=activation.limit)
-            up = up.clamp(min=-activation.limit, max=activation.limit)
+        gate, up = _clamp(gate, up, activation)
         if activation.up_offset:
             up = up + activation.up_offset
         torch.mul(apply_function(gate, activation), up, out=out[rows])
@@ -104,7 +102,7 @@ def activation_forward(
 
 def activation_backward(
     preact: Tensor,
-    grad_act: Tensor,
+    grad_act: Tensor | None,
     gates: Tensor,
     activation: Activation,
     layout: WeightLayout,
@@ -118,7 +116,7 @@ def activation_backward(
     Args:
         preact: ``[n, 2I]``, ``[n, I]`` ungated.
         grad_act: ``[n, I]``, gradient of the expert's output times the down projection, before the
-            gate.
+            gate. May be ``None`` if only ``scaled_act`` is wanted.
         gates: ``[n]`` in the wide dtype, the rows' gates.
         activation: the function and its constants.
         layout: gated or not, halves or interleaved.
@@ -127,35 +125,44 @@ def activation_backward(
         grad_gates: ``[n]`` in the wide dtype; receives ``sum(grad_act * activation(preact))``.
     """
     wide = wide_dtype(preact.dtype)
-    for rows in _chunks(*grad_act.shape):
-        z, slope = preact[rows].to(wide), grad_act[rows].to(wide)
+    inner_size = preact.shape[1] // 2 if layout.is_gated else preact.shape[1]
+    for rows in _chunks(preact.shape[0], inner_size):
         scale = gates[rows, None]
-        gate, up = split_gate_up(z, layout)
+        gate, up = split_gate_up(preact[rows].to(wide), layout)
         if gate is None:
             value, factor = apply_function(up, activation), None
+            act = value
         else:
-            inside_gate, inside_up = gate, up
-            if activation.limit is not None:
-                inside_gate = gate.clamp(max=activation.limit)
-                inside_up = up.clamp(min=-activation.limit, max=activation.limit)
-            factor = inside_up + activation.up_offset if activation.up_offset else inside_up
+            inside_gate, inside_up = _clamp(gate, up, activation)
             value = apply_function(inside_gate, activation)
-        act = value if factor is None else value * factor
-        if grad_gates is not None:
-            torch.sum(slope * act, dim=1, out=grad_gates[rows])
+            factor = inside_up + activation.up_offset if activation.up_offset else inside_up
+            act = value * factor
         if scaled_act is not None:
             torch.mul(act, scale, out=scaled_act[rows])
+        if grad_act is None:
+            continue
+        slope = grad_act[rows].to(wide)
+        if grad_gates is not None:
+            torch.sum(slope * act, dim=1, out=grad_gates[rows])
         if grad_preact is None:
             continue
         slope = slope * scale
-        grad_gate_view, grad_up_view = split_gate_up(grad_preact[rows], layout)
-        if gate is None or grad_gate_view is None or factor is None:
-            grad_up_view.copy_(function_backward(slope, up, activation))
+        if gate is None or factor is None:
+            grad_preact[rows] = function_backward(slope, up, activation)
             continue
-        grad_up = value * slope
-        grad_gate = function_backward(factor * slope, inside_gate, activation)
+        grad_gate = function_backward(slope * factor, inside_gate, activation)
+        grad_up = slope.mul_(value)
         if activation.limit is not None:
-            grad_up = torch.where(up == inside_up, grad_up, 0)
             grad_gate = torch.where(gate == inside_gate, grad_gate, 0)
-        grad_up_view.copy_(grad_up)
-        grad_gate_view.copy_(grad_gate)
+            grad_up = torch.where(up == inside_up, grad_up, 0)
+        into_gate, into_up = split_gate_up(grad_preact[rows], layout)
+        assert into_gate is not None, f"{layout=}"
+        into_gate.copy_(grad_gate)
+        into_up.copy_(grad_up)
+
+
+def _clamp(gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    if activation.limit is None:
+        return gate, up
+    limit = activation.limit
+    return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)

@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor
 
+# Rows of one piece of work: enough for a GEMM to reach its speed, few enough that several threads
+# share one busy expert.
+BLOCK_ROWS = 256
+
 # Up to here a half-precision GEMM reads its weight once and is memory-bound; above, torch has no
 # fast fp16 kernel on a CPU without AVX512-FP16 (measured, Zen 4: 4 times slower than fp32).
 _MAX_ROWS_IN_FP16 = 4

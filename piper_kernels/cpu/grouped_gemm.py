@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from piper_kernels.cpu.gemm import matmul_into
-from piper_kernels.cpu.segments import read_segments
+from piper_kernels.cpu.gemm import BLOCK_ROWS, matmul_into
+from piper_kernels.cpu.parallel import run_tasks
+from piper_kernels.cpu.segments import Segment, read_segments, split_evenly
 
 
 def grouped_gemm(
@@ -28,12 +29,16 @@ def grouped_gemm(
     """
     segments = read_segments("grouped_gemm", expert_offsets)
     out = rows.new_empty(rows.shape[0], weight.shape[2 if is_transposed else 1])
-    for expert, start, end in segments.hit:
+
+    def multiply(block: Segment, _: None) -> None:
+        expert, start, end = block
         matrix = weight[expert] if is_transposed else weight[expert].t()
         piece = out[start:end]
         matmul_into(piece, rows[start:end], matrix)
         if bias is not None:
             piece.add_(bias[expert])
+
+    run_tasks(segments.blocks(BLOCK_ROWS), multiply)
     out[segments.num_valid :].zero_()
     return out
 
@@ -56,11 +61,20 @@ def grouped_gemm_wgrad(
     num_experts = expert_offsets.shape[0] - 1
     sizes = (grad_out.shape[1], rows.shape[1])
     grad = rows.new_empty(num_experts, *(sizes[::-1] if is_transposed else sizes))
-    for expert, start, end in segments.hit:
+
+    def multiply(piece: tuple[Segment, slice], _: None) -> None:
+        (expert, start, end), part = piece
         left, right = grad_out[start:end], rows[start:end]
         if is_transposed:
             left, right = right, left
-        matmul_into(grad[expert], left.t(), right)
+        matmul_into(grad[expert, part], left[:, part].t(), right)
+
+    pieces = [
+        (segment, part)
+        for segment in segments.blocks(segments.num_valid)
+        for part in split_evenly(grad.shape[1], BLOCK_ROWS)
+    ]
+    run_tasks(pieces, multiply)
     for expert in segments.empty:
         grad[expert].zero_()
     return grad

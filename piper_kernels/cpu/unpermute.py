@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from piper_kernels.cpu.gemm import wide_dtype
-from piper_kernels.cpu.segments import read_segments
+from piper_kernels.cpu.parallel import run_tasks
+from piper_kernels.cpu.segments import read_segments, split_evenly
 from piper_kernels.permutation import Permutation
 
 # Elements of the gathered rows of one step: one fp32 temporary of this size stays in L2.
@@ -38,17 +39,19 @@ def gather_sum(
     if num_valid < permutation.num_rows:
         is_sentinel = (slot_to_row >= num_valid)[:, None]
         slot_to_row = slot_to_row.clamp(max=num_valid - 1)
-    step = max(1, _CHUNK_ELEMENTS // (top_k * hidden_size))
-    for start in range(0, num_tokens, step):
-        end = min(start + step, num_tokens)
-        slots = slice(start * top_k, end * top_k)
+
+    def sum_tokens(tokens: slice, _: None) -> None:
+        slots = slice(tokens.start * top_k, tokens.stop * top_k)
         terms = rows.index_select(0, slot_to_row[slots])
         if gates is not None:
             # promotes: bf16 rows times fp32 gates are fp32 terms
-            terms = terms * gates[start:end].reshape(-1, 1)
+            terms = terms * gates[tokens].reshape(-1, 1)
         if is_sentinel is not None:
             terms.masked_fill_(is_sentinel[slots], 0)
-        y[start:end] = terms.view(end - start, top_k, hidden_size).sum(1, dtype=wide)
+        y[tokens] = terms.view(-1, top_k, hidden_size).sum(1, dtype=wide)
+
+    step = max(1, _CHUNK_ELEMENTS // (top_k * hidden_size))
+    run_tasks(split_evenly(num_tokens, step), sum_tokens)
     return y
 
 
@@ -85,12 +88,14 @@ def unpermute_backward(
     grad_rows = rows.new_empty(rows.shape)
     row_dots = gates.new_empty(num_valid)
     row_gates = gates.reshape(-1).index_select(0, permutation.row_to_slot[:num_valid])
-    step = max(1, _CHUNK_ELEMENTS // max(grad_y.shape[1], 1))
-    for start in range(0, num_valid, step):
-        chunk = slice(start, min(start + step, num_valid))
+
+    def spread(chunk: slice, _: None) -> None:
         gathered = grad_y.index_select(0, permutation.row_to_token[chunk]).to(gates.dtype)
         torch.sum(gathered * rows[chunk], dim=1, out=row_dots[chunk])
         torch.mul(gathered, row_gates[chunk, None], out=grad_rows[chunk])
+
+    step = max(1, _CHUNK_ELEMENTS // max(grad_y.shape[1], 1))
+    run_tasks(split_evenly(num_valid, step), spread)
     grad_rows[num_valid:].zero_()
     return grad_rows, rows_to_slots(row_dots, permutation)
 

@@ -18,7 +18,6 @@ from piper_kernels.functional.dtypes import without_autocast
 from piper_kernels.functional.routing_metadata import maps_of, permutation_of
 from piper_kernels.functional.transforms import (
     last_derivative,
-    refuse_forward_mode,
     register_loop_over_batch,
 )
 from piper_kernels.permutation import Permutation
@@ -180,7 +179,7 @@ def _without_none(x: Tensor, *grads: Tensor | None) -> Gradients:
 
 register_loop_over_batch(_experts_forward)
 register_loop_over_batch(_experts_backward)
-_ExpertsGradient = last_derivative("experts", _experts_backward)
+_experts_gradient = last_derivative("experts", _experts_backward)
 
 
 class ExpertsFunction(torch.autograd.Function):
@@ -197,11 +196,17 @@ class ExpertsFunction(torch.autograd.Function):
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         maps: list[Tensor],
-        *static: Any,
+        layout: list[bool],
+        function: str,
+        constants: list[float],
+        needs_preact: bool,
+        backend: str,
     ) -> tuple[Tensor, Tensor]:
         """Run the op."""
         tensors = [gate_up_proj, down_proj, gate_up_bias, down_bias]
-        return _experts_forward(x, gates, maps, tensors, *static)
+        return _experts_forward(
+            x, gates, maps, tensors, layout, function, constants, needs_preact, backend
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -224,16 +229,11 @@ class ExpertsFunction(torch.autograd.Function):
             ctx.saved_tensors
         )
         tensors = [gate_up_proj, down_proj, gate_up_bias, down_bias]
-        found = _ExpertsGradient.apply(
+        found = _experts_gradient(
             grad_y, x, gates, maps, tensors, preact, *ctx.weight_form, needs, ctx.backend
         )
         grads = [grad if need else None for grad, need in zip(found, needs, strict=True)]
         return (*grads, *([None] * num_others))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Refused."""
-        refuse_forward_mode("experts")
 
 
 def run_experts(

@@ -14,7 +14,7 @@ from piper_kernels.functional.dtypes import (
     is_autocast_active,
     without_autocast,
 )
-from piper_kernels.functional.transforms import refuse_forward_mode, register_loop_over_batch
+from piper_kernels.functional.transforms import register_loop_over_batch
 from piper_kernels.permutation import ID_DTYPES
 from piper_kernels.reference import grouped_gemm as reference
 
@@ -112,11 +112,6 @@ class GroupedGemmFunction(torch.autograd.Function):
             grad_bias = grad_bias.squeeze(2)
         return grad_rows, grad_weight, grad_bias, None, None, None
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Refused."""
-        refuse_forward_mode("grouped_gemm")
-
 
 class WgradFunction(torch.autograd.Function):
     """``(grad_out, rows, expert_offsets, is_transposed, backend) -> grad_weight``."""
@@ -124,9 +119,11 @@ class WgradFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> Tensor:
+    def forward(
+        grad_out: Tensor, rows: Tensor, expert_offsets: Tensor, is_transposed: bool, backend: str
+    ) -> Tensor:
         """Run the op."""
-        return _wgrad(*arguments)
+        return _wgrad(grad_out, rows, expert_offsets, is_transposed, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -149,11 +146,6 @@ class WgradFunction(torch.autograd.Function):
                 grad_out, grad, None, expert_offsets, not ctx.is_transposed, ctx.backend
             )
         return for_grad_out, for_rows, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Refused."""
-        refuse_forward_mode("grouped_gemm_wgrad")
 
 
 def grouped_gemm(

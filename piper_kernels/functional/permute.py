@@ -12,7 +12,6 @@ from piper_kernels.functional.backend import choose_for, load
 from piper_kernels.functional.routing_metadata import maps_of, permutation_of
 from piper_kernels.functional.transforms import (
     last_derivative,
-    refuse_forward_mode,
     register_loop_over_batch,
 )
 from piper_kernels.permutation import Permutation
@@ -45,7 +44,7 @@ def _(grad_rows: Tensor, maps: Sequence[Tensor], top_k: int, backend: str) -> Te
 
 register_loop_over_batch(_permute)
 register_loop_over_batch(_permute_backward)
-_PermuteGradient = last_derivative("permute", _permute_backward)
+_permute_gradient = last_derivative("permute", _permute_backward)
 
 
 class PermuteFunction(torch.autograd.Function):
@@ -54,9 +53,9 @@ class PermuteFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> Tensor:
+    def forward(x: Tensor, maps: list[Tensor], top_k: int, backend: str) -> Tensor:
         """Run the op."""
-        return _permute(*arguments)
+        return _permute(x, maps, top_k, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -68,12 +67,7 @@ class PermuteFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Any, ...]:
         """Sum each token's rows."""
         maps = list(ctx.saved_tensors)
-        return _PermuteGradient.apply(grad_rows, maps, ctx.top_k, ctx.backend), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Refused."""
-        refuse_forward_mode("permute")
+        return _permute_gradient(grad_rows, maps, ctx.top_k, ctx.backend), None, None, None
 
 
 def permute(x: Tensor, permutation: Permutation, *, backend: Backend = "auto") -> Tensor:

@@ -5,6 +5,7 @@ shapes and without looking inside) under a ``torch.autograd.Function`` with ``se
 torch.func refuses the Functions that ``custom_op.register_autograd`` makes (torch 2.13).
 """
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -45,15 +46,7 @@ def refuse_second_derivative(function: str) -> NoReturn:
     )
 
 
-def refuse_forward_mode(function: str) -> NoReturn:
-    """Raise ``BackendError``: forward-mode differentiation was asked for."""
-    raise BackendError(
-        f"{function}: forward-mode differentiation (jvp) was asked for, but backends 'cpu' and "
-        "'triton' have reverse mode only. Use backend='reference'."
-    )
-
-
-def last_derivative(function: str, backward_op: Any) -> type[torch.autograd.Function]:
+def last_derivative(function: str, backward_op: Any) -> Callable[..., Any]:
     """Wrap a backward op so that differentiating it again is refused instead of being zero."""
 
     class LastDerivative(torch.autograd.Function):
@@ -71,8 +64,10 @@ def last_derivative(function: str, backward_op: Any) -> type[torch.autograd.Func
         def backward(ctx: Any, *grads: Any) -> Any:
             refuse_second_derivative(function)
 
-        @staticmethod
-        def jvp(ctx: Any, *tangents: Any) -> Any:
-            refuse_forward_mode(function)
+    def run(*arguments: Any) -> Any:
+        # torch.compile refuses second derivatives by itself, and cannot trace this class
+        if torch.compiler.is_compiling():
+            return backward_op(*arguments)
+        return LastDerivative.apply(*arguments)
 
-    return LastDerivative
+    return run

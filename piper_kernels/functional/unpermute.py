@@ -13,7 +13,6 @@ from piper_kernels.functional.dtypes import gate_dtype
 from piper_kernels.functional.routing_metadata import maps_of, permutation_of
 from piper_kernels.functional.transforms import (
     last_derivative,
-    refuse_forward_mode,
     register_loop_over_batch,
 )
 from piper_kernels.permutation import Permutation
@@ -48,7 +47,7 @@ def _(
 
 register_loop_over_batch(_unpermute)
 register_loop_over_batch(_unpermute_backward)
-_UnpermuteGradient = last_derivative("unpermute", _unpermute_backward)
+_unpermute_gradient = last_derivative("unpermute", _unpermute_backward)
 
 
 class UnpermuteFunction(torch.autograd.Function):
@@ -57,9 +56,9 @@ class UnpermuteFunction(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> Tensor:
+    def forward(rows: Tensor, gates: Tensor, maps: list[Tensor], backend: str) -> Tensor:
         """Run the op."""
-        return _unpermute(*arguments)
+        return _unpermute(rows, gates, maps, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -71,13 +70,8 @@ class UnpermuteFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         """Spread each token's gradient over its rows."""
         rows, gates, *maps = ctx.saved_tensors
-        grads = _UnpermuteGradient.apply(grad_y, rows, gates, maps, ctx.backend)
+        grads = _unpermute_gradient(grad_y, rows, gates, maps, ctx.backend)
         return *grads, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Refused."""
-        refuse_forward_mode("unpermute")
 
 
 def unpermute(
