@@ -66,6 +66,11 @@ def activation(preact: Tensor, activation: Activation, layout: WeightLayout) -> 
         tensor([[2.]])
     """
     gate, up = split_gate_up(preact, layout)
+    return activate(gate, up, activation)
+
+
+def activate(gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
+    """:func:`activation` of a gate and an up that are apart already; gate ``None`` is ungated."""
     if gate is None:
         return apply_function(up, activation)
     if activation.limit is not None:

@@ -22,7 +22,7 @@ def unpermute(rows: Tensor, gates: Tensor, permutation: Permutation) -> Tensor:
     wide = torch.promote_types(rows.dtype, torch.float32)
     slot_to_row = permutation.slot_to_row.long()
     is_valid = (slot_to_row < permutation.expert_offsets[-1]).view(gates.shape)
-    slots = rows[slot_to_row].view(*gates.shape, -1).to(wide)
+    slots = rows[slot_to_row].view(*gates.shape, rows.shape[-1]).to(wide)
     y = slots.new_zeros(gates.shape[0], slots.shape[-1])
     for k in range(permutation.top_k):
         term = gates[:, k, None].to(wide) * slots[:, k]

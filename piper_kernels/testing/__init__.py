@@ -2,12 +2,18 @@
 
 from piper_kernels.testing.closeness import assert_close_to_baseline
 from piper_kernels.testing.guards import guard_with_nan
+from piper_kernels.testing.rank_group import RankOutcome
+from piper_kernels.testing.ranks import RankError, rank_outcomes, run_ranks
 from piper_kernels.testing.routing import ROUTING_KINDS, RoutingKind, make_routing
 
 __all__ = [
     "ROUTING_KINDS",
+    "RankError",
+    "RankOutcome",
     "RoutingKind",
     "assert_close_to_baseline",
     "guard_with_nan",
     "make_routing",
+    "rank_outcomes",
+    "run_ranks",
 ]
