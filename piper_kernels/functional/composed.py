@@ -61,6 +61,7 @@ def composed_experts(
         BackendError: the backend cannot run here.
 
     Example:
+        >>> import torch
         >>> x, weight = torch.tensor([[2.0]]), torch.tensor([[[3.0]]])
         >>> composed_experts(x, torch.tensor([[0]]), torch.tensor([[0.5]]), weight, weight,
         ...                  torch.relu, layout=WeightLayout(is_gated=False))
