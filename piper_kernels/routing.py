@@ -233,7 +233,7 @@ def apply_capacity(routing: Routing, capacity_factor: float) -> tuple[Routing, T
     sorted_ids, by_expert = slot_ids[by_gate].sort(stable=True)
     starts = torch.searchsorted(sorted_ids, sorted_ids)
     rank = torch.arange(slot_ids.shape[0], device=ids.device) - starts
-    # rank < ceil(capacity), but 10 * 1.1 = 11.000000000000002 is not room for twelve
+    # rank < ceil(capacity), but 1.1 / 2 * 100 = 55.00000000000001 is not room for 56
     has_room = rank.double() * (1.0 + 1e-12) < capacity
     is_kept = torch.empty_like(slot_ids, dtype=torch.bool)
     is_kept[by_gate[by_expert]] = has_room & (sorted_ids < num_experts)

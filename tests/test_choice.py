@@ -1,5 +1,6 @@
 """The arithmetic of routing against a loop over Python floats. A..: shared/cases/field_reports."""
 
+import dataclasses
 import math
 
 import pytest
@@ -198,9 +199,9 @@ def test_choose_sees_the_smallest_difference(kind: RouterKind) -> None:
 def test_choose_all_equal_takes_the_first_experts(kind: RouterKind, has_bias: bool) -> None:
     """A07 (b), A46: whatever E and the value, also where vector code meets its scalar rest."""
     for num_experts in (3, 8, 9, 13, 60, 61, 256):
-        for value in torch.randn(20).tolist():
+        for value in torch.randn(50).tolist():
             logits = torch.full((5, num_experts), value)
-            bias = torch.full((num_experts,), 0.25) if has_bias else None
+            bias = torch.zeros(num_experts) if has_bias else None
             expert_ids, gates = choose(logits, 3, RouterConfig(kind=kind), bias)
             assert expert_ids.tolist() == [[0, 1, 2]] * 5
             assert len(gates.unique()) == 1
@@ -328,6 +329,20 @@ def test_exclude_groups_scores() -> None:
         config = RouterConfig(num_groups=2, num_selected_groups=1, group_score=group_score)
         order = exclude_groups(scores, scores, config)
         assert order.isfinite().nonzero()[:, 1].tolist() == wanted
+
+
+def test_exclude_groups_compares_what_is_asked_for() -> None:
+    """Sums are of scores, not logits; a maximum is of logits, which do not saturate."""
+    config = RouterConfig(
+        kind="sigmoid_topk", num_groups=2, num_selected_groups=1, group_score="top2_sum"
+    )
+    # sums of logits 8 and 4, of sigmoids 1.27 and 1.76
+    logits = torch.tensor([[9.0, -1.0, 2.0, 2.0]])
+    assert choose(logits, 2, config, None)[0].tolist() == [[2, 3]]
+    # in fp32 the sigmoids of 30 and 40 are both 1
+    best = dataclasses.replace(config, group_score="max")
+    logits = torch.tensor([[30.0, 0.0, 40.0, 0.0]])
+    assert choose(logits, 2, best, None)[0].tolist() == [[2, 3]]
 
 
 def test_choose_all_experts_is_the_dense_mixture() -> None:

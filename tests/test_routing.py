@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from piper_kernels.balance import balance_loss, z_loss
 from piper_kernels.config import RouterConfig, RouterKind
@@ -119,9 +120,12 @@ def test_route_padding_is_as_if_it_were_not_there(
     assert (logits.grad[~is_real] == 0).all()
 
 
-def test_route_mask_none_is_all_ones() -> None:
+@pytest.mark.parametrize(
+    "mask", [torch.ones(6), torch.tensor([1, 2, 3, -1, 5, 6]), torch.ones(6) / 9]
+)
+def test_route_mask_none_is_all_that_is_not_zero(mask: Tensor) -> None:
     logits = torch.randn(6, 8)
-    a, b = route(logits, 2, GROUPED), route(logits, 2, GROUPED, mask=torch.ones(6))
+    a, b = route(logits, 2, GROUPED), route(logits, 2, GROUPED, mask=mask)
     assert torch.equal(a.expert_ids, b.expert_ids)
     assert torch.equal(a.gates, b.gates)
 
@@ -220,7 +224,10 @@ def test_apply_jitter_bounds_mean_and_gradient(dtype: torch.dtype) -> None:
 
 def test_apply_jitter_zero_changes_nothing() -> None:
     x = torch.randn(5, 3)
+    before = x.clone()
     assert torch.equal(apply_jitter(x, 0.0), x)
+    assert not torch.equal(apply_jitter(x, 0.5), x)
+    assert torch.equal(x, before)
     with pytest.raises(ConfigError, match=r"apply_jitter: jitter must be in \[0, 1\), got 1\.0"):
         apply_jitter(x, 1.0)
     with pytest.raises(DtypeError, match=r"apply_jitter: x must be one of float32, .* got int64"):

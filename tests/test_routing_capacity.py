@@ -70,8 +70,8 @@ def test_apply_capacity_with_room_for_all(num_tokens: int, factor: float) -> Non
 
 @pytest.mark.parametrize(
     ("factor", "num_tokens", "num_kept"),
-    # 10 * 1.1 is 11.000000000000002 in floating point; a capacity is never 0
-    [(1.1, 10, 11), (0.7, 10, 7), (2 / 3, 3, 2), (0.75, 3, 3), (1e-9, 3, 1)],
+    # 1.1 / 2 * 100 is 55.00000000000001 in floating point; a capacity is never 0
+    [(1.1, 50, 55), (1.1, 10, 11), (0.7, 10, 7), (2 / 3, 3, 2), (0.75, 3, 3), (1e-9, 3, 1)],
 )
 def test_apply_capacity_rounds_up(factor: float, num_tokens: int, num_kept: int) -> None:
     routing = route(torch.ones(num_tokens * 2, 2), 1, RouterConfig())
