@@ -43,7 +43,7 @@ def choose_experts(scores: Tensor, top_k: int) -> Tensor:
 
     ``torch.topk`` promises no order among equals. ``torch.max`` promises the first maximum, so K
     passes of it choose well-definedly on every backend. Measured on one CPU core (torch 2.13,
-    T = 32768, E = 256, K = 8): 128 ms against 84 ms for topk and 413 ms for a stable sort.
+    T = 32768, E = 256, K = 8): 110 ms against 81 ms for topk and 389 ms for a stable sort.
 
     Args:
         scores: ``[T, E]`` floating, without NaN.
