@@ -245,10 +245,14 @@ class PiperMoE(nn.Module):
         else:
             wanted = limited = adopt_routing(routing, self.config, tokens, mask, self.router)
             num_dropped = torch.zeros((), dtype=torch.int64, device=x.device)
+        # before the experts: torch.compile(dynamic=True) makes the activation's constants inputs,
+        # and cannot use outside the experts' autograd Function what it first met inside (2.13)
+        shared = None if self.shared_experts is None else self.shared_experts(tokens)
         y = self.experts(tokens, limited.expert_ids, limited.gates)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(tokens)
-        y = y.reshape(x.shape)
+        y = y if shared is None else y + shared
+        if x.ndim != 2:
+            # no view: wrappers and pipeline schedules that hook outputs refuse views
+            y = torch.ops.aten._unsafe_view(y.contiguous(), x.shape)
         return (y, _stats(wanted, limited, num_dropped)) if return_stats else y
 
     def route(self, x: Tensor, *, mask: Tensor | None = None) -> Routing:

@@ -315,6 +315,7 @@ def _refuse(is_good: Tensor) -> None:
     if torch.compiler.is_compiling() or is_good.device.type != "cpu" or is_fake(is_good):
         torch._assert_async(is_good.all(), "route: logits must be finite, got NaN or Inf")
         return
+    is_good = _without_transforms(is_good).flatten()
     if is_good.all():
         return
     num_bad, first = int((~is_good).sum()), int(is_good.long().argmin())
@@ -324,3 +325,11 @@ def _refuse(is_good: Tensor) -> None:
         "RouterConfig(non_finite='contain')."
     )
     raise RoutingError(instruction("route", "logits", "be finite", given, remedy))
+
+
+def _without_transforms(tensor: Tensor) -> Tensor:
+    """All samples of a tensor inside ``torch.func.vmap``, which lets nobody look at values."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor

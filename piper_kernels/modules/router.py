@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from piper_kernels.balance import updated_correction_bias
 from piper_kernels.config import MoEConfig
 from piper_kernels.errors import ConfigError, check_dtype, instruction
+from piper_kernels.functional.dtypes import is_autocast_active
 from piper_kernels.modules.parameters import (
     Shapes,
     check_tensors,
@@ -160,20 +161,23 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wide = widen(x)
     weight = weight.to(wide.dtype)
     bias = None if bias is None else bias.to(wide.dtype)
-    with without_autocast(x.device):
-        if wide is x:
-            return F.linear(x, weight, bias)
-        return _NarrowInputLinear.apply(x, weight, bias)
+    if wide is x and not is_autocast_active(x):
+        return F.linear(x, weight, bias)
+    return _WideLinear.apply(x, weight, bias)
 
 
-class _NarrowInputLinear(torch.autograd.Function):
-    """``F.linear(x.float(), ...)`` that keeps the narrow x for the backward, not its fp32 copy."""
+class _WideLinear(torch.autograd.Function):
+    """``F.linear(x.float(), ...)`` that keeps x for the backward, not a wide copy of it.
+
+    Autocast narrows nothing here, not even if the backward runs inside its region.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x.to(weight.dtype), weight, bias)
+        with without_autocast(x.device):
+            return F.linear(x.to(weight.dtype), weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -184,7 +188,6 @@ class _NarrowInputLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        # the caller may run the backward inside an autocast region
         with without_autocast(grad.device):
             return (
                 (grad @ weight).to(x.dtype) if needs_x else None,

@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from piper_kernels.testing.rank_process import STACK_SIGNAL, RankReport, RankTask, run_rank
 
-# Slow to import and needed by most ranks. The fork server skips what is not installed.
-_PRELOADED = ["torch", "torch.distributed.fsdp", "pytest", "hypothesis"]
+# Slow to import and needed by most ranks (optimizers and DDP import torch._dynamo). The fork server
+# skips what is not installed.
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "hypothesis"]
 # How long ranks that fail for the same reason have to say so, once one has failed.
 _GRACE_S = 0.3
 # How long a hanging rank has to write its stack.
