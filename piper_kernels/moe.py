@@ -223,8 +223,9 @@ class PiperMoE(nn.Module):
                 Padding costs no expert anything, counts nowhere, and gets 0 from the routed
                 experts and no gradient through them.
             routing: choices to use instead of the router's, e.g. ``stats.routing`` of an earlier
-                call: ids and gates as they are, also for capacity and padding. The router then gets
-                a gradient through ``routing.gates`` only, else zeros.
+                call: ids and gates as they are, also for capacity and padding. The router gets the
+                gradient that flows through ``routing.gates``, or zeros; after that call's backward
+                pass ``stats.routing.detach()``.
             return_stats: also return :class:`MoEStats`; its tensors are ``[T, ...]``.
 
         Returns:

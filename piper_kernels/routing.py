@@ -85,6 +85,10 @@ class Routing:
         """K."""
         return self.expert_ids.shape[1]
 
+    def detach(self) -> "Routing":
+        """The same choices without their graph: for a replay after the backward of this call."""
+        return replace(self, gates=self.gates.detach(), logits=self.logits.detach())
+
     @property
     def probabilities(self) -> Tensor:
         """``[T, E]``, each row sums to 1; differentiable, computed anew at each access.

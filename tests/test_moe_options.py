@@ -312,6 +312,20 @@ def test_moe_replays_a_routing() -> None:
         assert torch.equal(first, replayed)
 
 
+def test_moe_replays_a_detached_routing_after_its_backward() -> None:
+    moe = small_moe()
+    x = torch.randn(6, 8)
+    y, stats = moe(x, return_stats=True)
+    y.sum().backward()
+    moe.zero_grad()
+    again, replayed = moe(x, routing=stats.routing.detach(), return_stats=True)
+    assert torch.equal(again, y)
+    assert not replayed.balance_loss.requires_grad
+    again.sum().backward()
+    assert torch.equal(moe.router.weight.grad, torch.zeros(4, 8))
+    assert moe.experts.down_proj.grad.abs().max() > 0
+
+
 @pytest.mark.parametrize("num_tokens", [0, 5])
 def test_moe_gives_an_idle_router_zero_gradients(num_tokens: int) -> None:
     moe = small_moe(router=RouterConfig(has_bias=True))
