@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 _HOME_OF = {
     "Activation": "piper_kernels.config",
     "MoEConfig": "piper_kernels.config",
-    "MoEStats": "piper_kernels.moe",
+    "MoEStats": "piper_kernels.modules.stats",
     "Permutation": "piper_kernels.permutation",
     "PiperMoE": "piper_kernels.moe",
     "RouterConfig": "piper_kernels.config",

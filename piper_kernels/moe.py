@@ -5,13 +5,11 @@ Letters: T num_tokens, H hidden_size, I intermediate_size, E num_experts, K top_
 
 import dataclasses
 import warnings
-from dataclasses import dataclass
 from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
 
-from piper_kernels.balance import balance_loss, z_loss
 from piper_kernels.choice import has_constant_gates
 from piper_kernels.config import (
     SWIGLU,
@@ -27,28 +25,8 @@ from piper_kernels.modules.experts import Experts
 from piper_kernels.modules.inputs import adopt_routing, flatten_tokens
 from piper_kernels.modules.router import Router
 from piper_kernels.modules.shared_experts import SharedExperts
-from piper_kernels.routing import Routing, apply_capacity, count_experts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MoEStats:
-    """What one call of a layer did. Nothing is kept between calls.
-
-    Attributes:
-        routing: ids and gates that were computed (sentinel E where padded or dropped), and the raw
-            logits. Pass it as ``routing=`` to repeat the call's choices.
-        expert_counts: ``[E]`` int64: slots of real tokens that wanted each expert, before capacity.
-        balance_loss: 0-dim, 1 at balance whatever K: ``balance_loss(..., "per_slot")``. Times K it
-            is transformers' value ("per_token"). Differentiable; add it to the loss yourself.
-        z_loss: 0-dim, mean of ``logsumexp(logits)^2``. Differentiable; likewise.
-        num_dropped: 0-dim int64, slots dropped for capacity.
-    """
-
-    routing: Routing
-    expert_counts: Tensor
-    balance_loss: Tensor
-    z_loss: Tensor
-    num_dropped: Tensor
+from piper_kernels.modules.stats import MoEStats, collect_stats
+from piper_kernels.routing import Routing, apply_capacity
 
 
 class PiperMoE(nn.Module):
@@ -254,7 +232,7 @@ class PiperMoE(nn.Module):
         if x.ndim != 2:
             # no view: wrappers and pipeline schedules that hook outputs refuse views
             y = torch.ops.aten._unsafe_view(y.contiguous(), x.shape)
-        return (y, _stats(wanted, limited, num_dropped)) if return_stats else y
+        return (y, collect_stats(wanted, limited, num_dropped)) if return_stats else y
 
     def route(self, x: Tensor, *, mask: Tensor | None = None) -> Routing:
         """The routing that ``forward`` would use, capacity included.
@@ -279,17 +257,6 @@ class PiperMoE(nn.Module):
         """The sizes, and each setting that is not the default."""
         values = ((f, getattr(self.config, f.name)) for f in dataclasses.fields(self.config))
         return ", ".join(f"{f.name}={value!r}" for f, value in values if value != _default_of(f))
-
-
-def _stats(wanted: Routing, limited: Routing, num_dropped: Tensor) -> MoEStats:
-    counts = count_experts(wanted.expert_ids, wanted.num_experts)
-    return MoEStats(
-        routing=limited,
-        expert_counts=counts,
-        balance_loss=balance_loss(wanted, normalization="per_slot", expert_counts=counts),
-        z_loss=z_loss(wanted.logits, mask=wanted.mask),
-        num_dropped=num_dropped,
-    )
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

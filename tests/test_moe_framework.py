@@ -370,6 +370,32 @@ def test_moe_moves_between_dtypes() -> None:
     assert moe.float().router.correction_bias.dtype == torch.float32
 
 
+# ---- memory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_moe_keeps_x_once_and_the_preactivation(dtype: torch.dtype) -> None:
+    """The router adds no copy of x, in fp32 or otherwise, to what the experts keep."""
+    T, H, I, E, K = 512, 256, 64, 8, 2
+    moe = PiperMoE(H, I, E, K, dtype=dtype)
+    x = torch.randn(T, H, dtype=dtype, requires_grad=True)
+    parameters = {p.untyped_storage().data_ptr() for p in moe.parameters()}
+    kept_bytes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept_bytes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        moe(x)
+    big = (T * H + T * K * 2 * I) * dtype.itemsize
+    # the router's weight in fp32, its probabilities; 32 bytes of ids, gates and maps per slot
+    small = 4 * E * H + 4 * T * E + 32 * T * K + 64 * E
+    assert big < sum(kept_bytes.values()) <= big + small
+
+
 # ---- frozen parts
 
 

@@ -3,7 +3,7 @@
 Letters: T num_tokens, H hidden_size, I intermediate_size, E num_experts, K top_k.
 """
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -98,19 +98,17 @@ class Experts(nn.Module):
             expert_ids: ``[T, K]`` int64; ids ``>= E`` contribute nothing.
             gates: ``[T, K]`` fp32 (fp64 with fp64 x).
         """
-        return experts(
-            x,
-            expert_ids,
-            gates,
-            self.gate_up_proj,
-            self.down_proj,
-            layout=self.config.layout,
-            activation=self.config.activation,
-            gate_up_bias=self.gate_up_proj_bias,
-            down_bias=self.down_proj_bias,
-            save=self.save,
-            backend=self.backend,
-        )
+        return experts(x, expert_ids, gates, self.gate_up_proj, self.down_proj, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "layout": self.config.layout,
+            "activation": self.config.activation,
+            "gate_up_bias": self.gate_up_proj_bias,
+            "down_bias": self.down_proj_bias,
+            "save": self.save,
+            "backend": self.backend,
+        }
 
     def extra_repr(self) -> str:
         """Sizes, activation and what is not the default."""
