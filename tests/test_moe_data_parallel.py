@@ -149,3 +149,25 @@ def test_moe_gradients_are_the_average_over_ranks(wrap: Wrap) -> None:
             assert found.keys() == wanted.keys()
             for name, value in wanted.items():
                 torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def replay_twice() -> list[Tensor]:
+    torch.manual_seed(0)
+    moe = DistributedDataParallel(PiperMoE(H, 6, E, 2, dtype=torch.float64))
+    torch.manual_seed(1 + dist.get_rank())
+    grads = []
+    for _ in range(2):
+        moe.zero_grad()
+        x = torch.randn(5, H, dtype=torch.float64)
+        with torch.no_grad():
+            routing = moe.module.route(x)
+        # DDP complains at the second step if a parameter got no gradient in the first
+        moe(x, routing=routing).sum().backward()
+        grads.append(moe.module.router.weight.grad)
+    return grads
+
+
+def test_moe_replays_under_ddp_without_unused_parameters() -> None:
+    for grads in run_ranks(replay_twice, 2):
+        for grad in grads:
+            assert torch.equal(grad, torch.zeros(E, H, dtype=torch.float64))
