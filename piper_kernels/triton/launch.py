@@ -17,6 +17,8 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments
     """Run ``kernel`` on ``device``, whichever device is current; an empty grid runs nothing."""
     if 0 in grid:
         return
+    # said aloud because the default differs between Triton versions
+    arguments.setdefault("enable_fp_fusion", True)
     if device.type == "cuda":
         with torch.cuda.device(device):
             kernel[grid](**arguments)
