@@ -32,6 +32,24 @@ from piper_kernels.triton.tile_schedule import TileSchedules
 from piper_kernels.triton.tiles import TileConfig
 
 
+@triton.jit
+def load_gate_up(
+    preact_ptr, half_offsets, pair_offsets, mask, pair_mask, intermediate,
+    IS_GATED: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """fp32 ``(gate, up)`` tiles of the pre-activation; both are ``up`` when ungated."""
+    if IS_INTERLEAVED:
+        both = tl.load(preact_ptr + pair_offsets, mask=pair_mask, other=0.0)
+        gate, up = split_pairs(both, BLOCK_M, BLOCK_N)
+    else:
+        gate = tl.load(preact_ptr + half_offsets, mask=mask, other=0.0)
+        up = gate
+        if IS_GATED:
+            up = tl.load(preact_ptr + half_offsets + intermediate, mask=mask, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_tiles", "num_rows"])
 def _grad_act_kernel(
     grad_preact_ptr, scaled_act_ptr, shares_ptr, grad_y_ptr, weight_ptr, preact_ptr, gates_ptr,
@@ -77,28 +95,25 @@ def _grad_act_kernel(
         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
     )  # fmt: skip
 
-    # back through the activation, tile in registers
-    rows_i64 = rows.to(tl.int64)[:, None]
+    # back through the activation; the tile's first row is an int64 offset, and inside the tile
+    # 32 bits are enough and spare registers
+    width = 2 * intermediate if IS_GATED else intermediate
+    preact_ptr += first_row.to(tl.int64) * width
+    local_rows = tl.arange(0, BLOCK_M)[:, None]
     mask = is_row[:, None] & is_col[None, :]
     pairs = col_tile * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
-    pair_ptrs = rows_i64 * (2 * intermediate) + pairs[None, :]
-    pair_mask = is_row[:, None] & (pairs < 2 * intermediate)[None, :]
-    half_ptrs = rows_i64 * (2 * intermediate) + cols[None, :]
-    act_ptrs = rows_i64 * intermediate + cols[None, :]
+    pair_offsets = local_rows * width + pairs[None, :]
+    pair_mask = is_row[:, None] & (pairs < width)[None, :]
+    half_offsets = local_rows * width + cols[None, :]
     dtype = preact_ptr.dtype.element_ty
-    if not IS_GATED:
-        up = tl.load(preact_ptr + act_ptrs, mask=mask, other=0.0).to(tl.float32)
-        act = apply_function(up, FUNCTION, ALPHA)
-    else:
-        if IS_INTERLEAVED:
-            both = tl.load(preact_ptr + pair_ptrs, mask=pair_mask, other=0.0)
-            gate, up = split_pairs(both, BLOCK_M, BLOCK_N)
-        else:
-            gate = tl.load(preact_ptr + half_ptrs, mask=mask, other=0.0)
-            up = tl.load(preact_ptr + half_ptrs + intermediate, mask=mask, other=0.0)
-        gate = gate.to(tl.float32)
-        up = up.to(tl.float32)
+    gate, up = load_gate_up(
+        preact_ptr, half_offsets, pair_offsets, mask, pair_mask, intermediate, IS_GATED,
+        IS_INTERLEAVED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if IS_GATED:
         act = gated_value(gate, up, FUNCTION, ALPHA, LIMIT, UP_OFFSET)
+    else:
+        act = apply_function(up, FUNCTION, ALPHA)
     if NEEDS_GATES:
         # columns past the end carry act(0), which a clamped or shifted activation makes non-zero
         share = tl.sum(tl.where(is_col[None, :], p * act, 0.0), 1)
@@ -107,20 +122,28 @@ def _grad_act_kernel(
     # write back, weighted by the row's gate
     weight_of_row = tl.load(gates_ptr + slots)[:, None]
     if NEEDS_SCALED_ACT:
-        tl.store(scaled_act_ptr + act_ptrs, (weight_of_row * act).to(dtype), mask=mask)
+        scaled_act_ptr += first_row.to(tl.int64) * intermediate
+        act_ptrs = scaled_act_ptr + local_rows * intermediate + cols[None, :]
+        tl.store(act_ptrs, (weight_of_row * act).to(dtype), mask=mask)
     if NEEDS_PREACT_GRAD:
+        # read again (from L1): two live tiles less, or 128 rows would spill registers
+        gate, up = load_gate_up(
+            preact_ptr, half_offsets, pair_offsets, mask, pair_mask, intermediate, IS_GATED,
+            IS_INTERLEAVED, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         p *= weight_of_row
+        grad_preact_ptr += first_row.to(tl.int64) * width
         if not IS_GATED:
             grad_up = p * function_grad(up, FUNCTION, ALPHA)
-            tl.store(grad_preact_ptr + act_ptrs, grad_up.to(dtype), mask=mask)
+            tl.store(grad_preact_ptr + half_offsets, grad_up.to(dtype), mask=mask)
         else:
             grad_gate, grad_up = gated_grads(gate, up, p, FUNCTION, ALPHA, LIMIT, UP_OFFSET)
             if IS_INTERLEAVED:
                 both = join_pairs(grad_gate.to(dtype), grad_up.to(dtype), BLOCK_M, BLOCK_N)
-                tl.store(grad_preact_ptr + pair_ptrs, both, mask=pair_mask)
+                tl.store(grad_preact_ptr + pair_offsets, both, mask=pair_mask)
             else:
-                tl.store(grad_preact_ptr + half_ptrs, grad_gate.to(dtype), mask=mask)
-                up_ptrs = grad_preact_ptr + half_ptrs + intermediate
+                tl.store(grad_preact_ptr + half_offsets, grad_gate.to(dtype), mask=mask)
+                up_ptrs = grad_preact_ptr + half_offsets + intermediate
                 tl.store(up_ptrs, grad_up.to(dtype), mask=mask)
 
 

@@ -126,13 +126,15 @@ def _wgrad_kernel(
         acc = tl.dot(tl.trans(a), b, acc, input_precision=PRECISION)
 
     # write back
-    mask = (out_cols < out_size)[:, None] & (in_cols < in_size)[None, :]
     out_cols = out_cols.to(tl.int64)[:, None]
     in_cols = in_cols.to(tl.int64)[None, :]
+    is_in_col = in_cols < in_size
+    mask = (out_cols < out_size) & is_in_col
     if HAS_CHUNKS:
         partial_rows = entry.to(tl.int64) * out_size + out_cols
-        tl.store(partials_ptr + partial_rows * in_size + in_cols, acc, mask=mask & is_chunk)
-        mask = mask & (entry >= num_chunks)
+        partial_mask = (out_cols < tl.where(is_chunk, out_size, 0)) & is_in_col
+        tl.store(partials_ptr + partial_rows * in_size + in_cols, acc, mask=partial_mask)
+        mask = (out_cols < tl.where(is_chunk, 0, out_size)) & is_in_col
     out_ptr += expert.to(tl.int64) * stride_out_e
     _store_sum(out_ptr + out_cols * stride_out_n + in_cols * stride_out_k, acc, mask, ACCUMULATES)
 
