@@ -91,7 +91,7 @@ def oracle(case: ExpertsCase, dtype: torch.dtype | None = None) -> dict[str, Ten
         return tensor.detach().to(wanted or tensor.dtype, copy=True).requires_grad_()
 
     gates_dtype = dtype and torch.promote_types(dtype, torch.float32)
-    leaves = {
+    leaves: dict[str, Any] = {
         "x": leaf(case.x, dtype),
         "gates": leaf(case.gates, gates_dtype),
         "gate_up_proj": leaf(weights.gate_up_proj, dtype),

@@ -20,6 +20,8 @@ from torch import Tensor
 from piper_kernels.triton.launch import launch, next_power_of_2
 from piper_kernels.triton.tiles import BLOCK_ROWS
 
+ENTRIES = 128  # of a program
+
 
 def max_tiles(num_rows: int, num_experts: int, block_rows: int) -> int:
     """The most tiles that any split of ``num_rows`` rows over ``num_experts`` experts can need.
@@ -63,46 +65,42 @@ class TileSchedules:
         return self.tile_offsets[BLOCK_ROWS.index(block_rows)]
 
 
-@triton.jit
-def _num_tiles(count, block_rows, min_rows):
-    """Tiles of an expert with ``count`` rows."""
-    return tl.where(count > min_rows, (count + block_rows - 1) // block_rows, 0)
-
-
 @triton.jit(do_not_specialize=["num_entries", "min_rows"])
 def _tile_schedule_kernel(
     entries_ptr, tile_offsets_ptr, expert_offsets_ptr, num_entries, num_experts, smallest_block,
-    min_rows, NUM_EXPERTS_POW2: tl.constexpr, WRITE_BLOCK: tl.constexpr,
+    min_rows, NUM_EXPERTS_POW2: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Program (e, b) writes expert e's entries for block size ``smallest_block << b``.
+    """Program (i, b) writes ENTRIES entries for block size ``smallest_block << b``.
 
-    Program (E, b) writes the padding. Experts with ``min_rows`` rows or fewer get no entry.
+    Experts with ``min_rows`` rows or fewer get none.
     Example: offsets [0, 3, 3, 20], block size 16: entries (0, 0), (2, 3), (2, 19), then (-1, -1).
     """
-    expert = tl.program_id(0)
     size = tl.program_id(1)
     block_rows = smallest_block << size
-    entries_ptr += size.to(tl.int64) * num_entries * 2
+    experts = tl.arange(0, NUM_EXPERTS_POW2)
+    is_expert = experts < num_experts
+    starts = tl.load(expert_offsets_ptr + experts, mask=is_expert, other=0)
+    counts = tl.load(expert_offsets_ptr + experts + 1, mask=is_expert, other=0) - starts
+    num_tiles = tl.where(counts > min_rows, (counts + block_rows - 1) // block_rows, 0)
+    ends = tl.cumsum(num_tiles, 0)
+    total = tl.sum(num_tiles)
 
-    # where my entries begin: behind the tiles of all experts before me
-    ids = tl.arange(0, NUM_EXPERTS_POW2)
-    starts = tl.load(expert_offsets_ptr + ids, mask=ids < expert, other=0)
-    ends = tl.load(expert_offsets_ptr + ids + 1, mask=ids < expert, other=0)
-    first_tile = tl.sum(_num_tiles(ends - starts, block_rows, min_rows))
-    tl.store(tile_offsets_ptr + size * (num_experts + 1) + expert, first_tile)
+    # a tile's expert is the number of experts whose tiles all come before it
+    tile = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    is_behind = (ends[None, :] <= tile[:, None]) & is_expert[None, :]
+    expert = tl.sum(is_behind.to(tl.int32), 1)
+    first_tile = tl.max(tl.where(is_behind, ends[None, :], 0), 1)
+    is_tile = tile < total
+    first_row = tl.load(expert_offsets_ptr + expert, mask=is_tile, other=0)
+    row = first_row + (tile - first_tile) * block_rows
+    entry_ptrs = entries_ptr + (size.to(tl.int64) * num_entries + tile) * 2
+    tl.store(entry_ptrs, tl.where(is_tile, expert, -1), mask=tile < num_entries)
+    tl.store(entry_ptrs + 1, tl.where(is_tile, row, -1), mask=tile < num_entries)
 
-    is_padding = expert == num_experts
-    first_row = tl.load(expert_offsets_ptr + expert)
-    end = tl.load(expert_offsets_ptr + expert + 1, mask=expert < num_experts, other=0)
-    num_tiles = _num_tiles(end - first_row, block_rows, min_rows)
-    num_tiles = tl.where(is_padding, num_entries - first_tile, num_tiles)
-    for start in range(0, num_tiles, WRITE_BLOCK):
-        tile = start + tl.arange(0, WRITE_BLOCK)
-        is_mine = tile < num_tiles
-        row = first_row + tile * block_rows
-        entry_ptrs = entries_ptr + (first_tile + tile).to(tl.int64) * 2
-        tl.store(entry_ptrs, tl.where(is_padding, -1, expert), mask=is_mine)
-        tl.store(entry_ptrs + 1, tl.where(is_padding, -1, row), mask=is_mine)
+    if tl.program_id(0) == 0:
+        tile_offsets_ptr += size * (num_experts + 1)
+        tl.store(tile_offsets_ptr, 0)
+        tl.store(tile_offsets_ptr + 1 + experts, ends, mask=is_expert)
 
 
 def _build(
@@ -114,7 +112,8 @@ def _build(
     tile_offsets = expert_offsets.new_empty(num_sizes, num_experts + 1)
     launch(
         _tile_schedule_kernel,
-        (num_experts + 1, num_sizes),
+        # one program at least, for the offsets
+        (max(1, triton.cdiv(num_entries, ENTRIES)), num_sizes),
         expert_offsets.device,
         entries_ptr=entries,
         tile_offsets_ptr=tile_offsets,
@@ -124,7 +123,7 @@ def _build(
         smallest_block=smallest_block,
         min_rows=min_rows,
         NUM_EXPERTS_POW2=next_power_of_2(num_experts),
-        WRITE_BLOCK=128,
+        ENTRIES=ENTRIES,
     )
     return entries, tile_offsets
 
