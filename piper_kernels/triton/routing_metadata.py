@@ -271,5 +271,5 @@ def _fill_in_blocks(permutation: Permutation, slot_ids: Tensor) -> None:
         **sizes,
         top_k=permutation.top_k,
         SLOTS=SLOTS_PER_BLOCK,
-        CHUNK=64,
+        CHUNK=16,
     )

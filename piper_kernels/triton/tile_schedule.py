@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from piper_kernels.triton.launch import launch, next_power_of_2
+from piper_kernels.triton.launch import launch
 from piper_kernels.triton.tiles import BLOCK_ROWS
 
-ENTRIES = 128  # of a program
+# of a program, and of one of its steps
+ENTRIES = 128
+EXPERTS = 32
 
 
 def max_tiles(num_rows: int, num_experts: int, block_rows: int) -> int:
@@ -68,7 +70,7 @@ class TileSchedules:
 @triton.jit(do_not_specialize=["num_entries", "min_rows"])
 def _tile_schedule_kernel(
     entries_ptr, tile_offsets_ptr, expert_offsets_ptr, num_entries, num_experts, smallest_block,
-    min_rows, NUM_EXPERTS_POW2: tl.constexpr, ENTRIES: tl.constexpr,
+    min_rows, ENTRIES: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, b) writes ENTRIES entries for block size ``smallest_block << b``.
 
@@ -77,30 +79,34 @@ def _tile_schedule_kernel(
     """
     size = tl.program_id(1)
     block_rows = smallest_block << size
-    experts = tl.arange(0, NUM_EXPERTS_POW2)
-    is_expert = experts < num_experts
-    starts = tl.load(expert_offsets_ptr + experts, mask=is_expert, other=0)
-    counts = tl.load(expert_offsets_ptr + experts + 1, mask=is_expert, other=0) - starts
-    num_tiles = tl.where(counts > min_rows, (counts + block_rows - 1) // block_rows, 0)
-    ends = tl.cumsum(num_tiles, 0)
-    total = tl.sum(num_tiles)
-
-    # a tile's expert is the number of experts whose tiles all come before it
+    tile_offsets_ptr += size * (num_experts + 1)
     tile = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    is_behind = (ends[None, :] <= tile[:, None]) & is_expert[None, :]
-    expert = tl.sum(is_behind.to(tl.int32), 1)
-    first_tile = tl.max(tl.where(is_behind, ends[None, :], 0), 1)
+    expert = tl.zeros((ENTRIES,), tl.int32)
+    first_tile = tl.zeros((ENTRIES,), tl.int32)
+    total = 0
+    for start in range(0, num_experts, EXPERTS):
+        ids = start + tl.arange(0, EXPERTS)
+        is_expert = ids < num_experts
+        starts = tl.load(expert_offsets_ptr + ids, mask=is_expert, other=0)
+        counts = tl.load(expert_offsets_ptr + ids + 1, mask=is_expert, other=0) - starts
+        num_tiles = tl.where(counts > min_rows, (counts + block_rows - 1) // block_rows, 0)
+        ends = total + tl.cumsum(num_tiles, 0)
+        total += tl.sum(num_tiles)
+        # a tile's expert is the number of experts whose tiles all come before it
+        is_behind = (ends[None, :] <= tile[:, None]) & is_expert[None, :]
+        expert += tl.sum(is_behind.to(tl.int32), 1)
+        first_tile = tl.maximum(first_tile, tl.max(tl.where(is_behind, ends[None, :], 0), 1))
+        if tl.program_id(0) == 0:
+            tl.store(tile_offsets_ptr + 1 + ids, ends, mask=is_expert)
+    if tl.program_id(0) == 0:
+        tl.store(tile_offsets_ptr, 0)
+
     is_tile = tile < total
     first_row = tl.load(expert_offsets_ptr + expert, mask=is_tile, other=0)
     row = first_row + (tile - first_tile) * block_rows
     entry_ptrs = entries_ptr + (size.to(tl.int64) * num_entries + tile) * 2
     tl.store(entry_ptrs, tl.where(is_tile, expert, -1), mask=tile < num_entries)
     tl.store(entry_ptrs + 1, tl.where(is_tile, row, -1), mask=tile < num_entries)
-
-    if tl.program_id(0) == 0:
-        tile_offsets_ptr += size * (num_experts + 1)
-        tl.store(tile_offsets_ptr, 0)
-        tl.store(tile_offsets_ptr + 1 + experts, ends, mask=is_expert)
 
 
 def _build(
@@ -122,8 +128,8 @@ def _build(
         num_experts=num_experts,
         smallest_block=smallest_block,
         min_rows=min_rows,
-        NUM_EXPERTS_POW2=next_power_of_2(num_experts),
         ENTRIES=ENTRIES,
+        EXPERTS=EXPERTS,
     )
     return entries, tile_offsets
 
