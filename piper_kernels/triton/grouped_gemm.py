@@ -15,10 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from piper_kernels.errors import ShapeError, check_shape, require
+from piper_kernels.triton.grouped_gemm_wgrad import grouped_gemm_wgrad
 from piper_kernels.triton.launch import check_operands, dot_arguments, is_hip, launch
 from piper_kernels.triton.ragged import dot_loop, find_tile
 from piper_kernels.triton.tile_schedule import TileSchedules, tile_schedules
 from piper_kernels.triton.tiles import TileConfig, default_tiles
+
+# functional/ looks up both products of a grouped GEMM here
+__all__ = ["grouped_gemm", "grouped_gemm_forward", "grouped_gemm_wgrad"]
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

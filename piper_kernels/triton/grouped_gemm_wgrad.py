@@ -14,12 +14,12 @@ Letters: R num_rows, E num_experts, C num_chunks.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from piper_kernels.errors import check_dtype, check_shape
+from piper_kernels.triton.chunks import add_chunks, make_chunks, store_sum
 from piper_kernels.triton.launch import (
     FLOAT_DTYPES,
     check_operands,
@@ -28,7 +28,6 @@ from piper_kernels.triton.launch import (
     launch,
 )
 from piper_kernels.triton.ragged import grouped_order
-from piper_kernels.triton.tile_schedule import chunk_schedule, max_chunks
 from piper_kernels.triton.tiles import TileConfig, default_split_rows, default_tiles
 
 
@@ -55,14 +54,6 @@ def _load_rows(
     if EVEN:
         return tl.load(ptrs, mask=is_row[:, None], other=0.0)
     return tl.load(ptrs, mask=is_row[:, None] & (cols < num_cols)[None, :], other=0.0)
-
-
-@triton.jit
-def _store_sum(ptrs, acc, mask, ACCUMULATES: tl.constexpr):
-    """Store a tile, on top of what is there if asked."""
-    if ACCUMULATES:
-        acc += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(ptrs, acc.to(ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_chunks", "chunk_rows"])
@@ -136,63 +127,7 @@ def _wgrad_kernel(
         tl.store(partials_ptr + partial_rows * in_size + in_cols, acc, mask=partial_mask)
         mask = (out_cols < tl.where(is_chunk, 0, out_size)) & is_in_col
     out_ptr += expert.to(tl.int64) * stride_out_e
-    _store_sum(out_ptr + out_cols * stride_out_n + in_cols * stride_out_k, acc, mask, ACCUMULATES)
-
-
-@triton.jit
-def _add_chunks_kernel(
-    out_ptr, partials_ptr, chunk_offsets_ptr, out_size, in_size,
-    stride_out_e, stride_out_n, stride_out_k,
-    ACCUMULATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Program (e, i, j) adds the partial sums of one tile of a long expert in ascending order.
-
-    Example: partials [[1]], [[2]] of expert 0: out [[3]].
-    """
-    expert = tl.program_id(0)
-    first = tl.load(chunk_offsets_ptr + expert)
-    end = tl.load(chunk_offsets_ptr + expert + 1)
-    if first == end:
-        return
-    out_cols = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    in_cols = (tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
-    mask = (out_cols < out_size) & (in_cols < in_size)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    matrix_size = tl.full((), 1, tl.int64) * out_size * in_size
-    ptrs = partials_ptr + first * matrix_size + out_cols * in_size + in_cols
-    for _ in range(first, end):
-        acc += tl.load(ptrs, mask=mask, other=0.0)
-        ptrs += matrix_size
-    out_ptr += expert.to(tl.int64) * stride_out_e
-    _store_sum(out_ptr + out_cols * stride_out_n + in_cols * stride_out_k, acc, mask, ACCUMULATES)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Chunks:
-    """How the long experts are cut; empty when nothing is cut."""
-
-    num_chunks: int = 0
-    chunk_rows: int = 0
-    entries: Tensor | None = None
-    offsets: Tensor | None = None
-    partials: Tensor | None = None
-
-
-def _make_chunks(
-    expert_offsets: Tensor, num_rows: int, out: Tensor, split_rows: int | None
-) -> _Chunks:
-    """Schedule and workspace for experts of more than ``split_rows`` rows, if there can be any."""
-    if split_rows is None or max_chunks(num_rows, split_rows) == 0:
-        return _Chunks()
-    entries, offsets = chunk_schedule(expert_offsets, num_rows, split_rows)
-    partials = out.new_empty(len(entries), *out.shape[1:], dtype=torch.float32)
-    return _Chunks(
-        num_chunks=len(entries),
-        chunk_rows=split_rows,
-        entries=entries,
-        offsets=offsets,
-        partials=partials,
-    )
+    store_sum(out_ptr + out_cols * stride_out_n + in_cols * stride_out_k, acc, mask, ACCUMULATES)
 
 
 def weight_grad(
@@ -221,10 +156,10 @@ def weight_grad(
     num_experts = out.shape[0]
     matrix = out.mT if is_transposed else out
     out_size, in_size = matrix.shape[1:]
-    chunks = _make_chunks(expert_offsets, num_rows, matrix, tiles.split_rows)
+    chunks = make_chunks(expert_offsets, num_rows, matrix, tiles.split_rows)
     num_tiles = triton.cdiv(out_size, tiles.block_m) * triton.cdiv(in_size, tiles.block_n)
     target: dict[str, Any] = {
-        "out_ptr": out,
+        "out_ptr": matrix,
         "partials_ptr": chunks.partials,
         "out_size": out_size,
         "in_size": in_size,
@@ -257,17 +192,7 @@ def weight_grad(
         EVEN_N=in_size % tiles.block_n == 0,
         **dot_arguments(_wgrad_kernel, grad.values.dtype, tiles),
     )
-    if chunks.num_chunks:
-        block_m, block_n = min(32, tiles.block_m), min(128, tiles.block_n)
-        launch(
-            _add_chunks_kernel,
-            (num_experts, triton.cdiv(out_size, block_m), triton.cdiv(in_size, block_n)),
-            out.device,
-            **target,
-            chunk_offsets_ptr=chunks.offsets,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-        )
+    add_chunks(chunks, num_experts, target)
     return out
 
 
