@@ -40,20 +40,11 @@ class RowSource:
 
 
 @triton.jit
-def _load_rows(
-    values_ptr, index_ptr, rows, cols, end, num_cols, stride_r, stride_c,
-    HAS_INDEX: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """A ``[rows, cols]`` tile, gathered if there is an index; 0 from row ``end`` on."""
-    is_row = rows < end
+def _places(index_ptr, rows, end, HAS_INDEX: tl.constexpr):
+    """Where each row lies, gathered if there is an index; place 0 from row ``end`` on."""
     if HAS_INDEX:
-        places = tl.load(index_ptr + rows, mask=is_row, other=0).to(tl.int64)
-    else:
-        places = rows.to(tl.int64)
-    ptrs = values_ptr + places[:, None] * stride_r + cols.to(tl.int64)[None, :] * stride_c
-    if EVEN:
-        return tl.load(ptrs, mask=is_row[:, None], other=0.0)
-    return tl.load(ptrs, mask=is_row[:, None] & (cols < num_cols)[None, :], other=0.0)
+        return tl.load(index_ptr + rows, mask=rows < end, other=0).to(tl.int64)
+    return tl.where(rows < end, rows, 0).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["num_chunks", "chunk_rows"])
@@ -100,27 +91,31 @@ def _wgrad_kernel(
 
     out_cols = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     in_cols = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_out_col = (out_cols < out_size)[:, None]
+    is_in_col = (in_cols < in_size)[None, :]
+    out_cols = out_cols.to(tl.int64)[:, None]
+    in_cols = in_cols.to(tl.int64)[None, :]
+    grad_cols = grad_ptr + out_cols * stride_grad_c
+    rows_cols = rows_ptr + in_cols * stride_rows_c
+
+    # a is loaded transposed rather than transposed by tl.trans, which sm_80 would not pipeline
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(first, end, BLOCK_K):
         rows = start + tl.arange(0, BLOCK_K)
-        a = _load_rows(
-            grad_ptr, grad_index_ptr, rows, out_cols, end, out_size,
-            stride_grad_r, stride_grad_c, GRAD_HAS_INDEX, EVEN_M,
-        )  # fmt: skip
-        b = _load_rows(
-            rows_ptr, rows_index_ptr, rows, in_cols, end, in_size,
-            stride_rows_r, stride_rows_c, ROWS_HAVE_INDEX, EVEN_N,
-        )  # fmt: skip
+        is_row = rows < end
+        a_mask = is_row[None, :] if EVEN_M else is_row[None, :] & is_out_col
+        b_mask = is_row[:, None] if EVEN_N else is_row[:, None] & is_in_col
+        grad_places = _places(grad_index_ptr, rows, end, GRAD_HAS_INDEX)
+        rows_places = _places(rows_index_ptr, rows, end, ROWS_HAVE_INDEX)
+        a = tl.load(grad_cols + grad_places[None, :] * stride_grad_r, mask=a_mask, other=0.0)
+        b = tl.load(rows_cols + rows_places[:, None] * stride_rows_r, mask=b_mask, other=0.0)
         if USE_UPCAST:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
-        acc = tl.dot(tl.trans(a), b, acc, input_precision=PRECISION)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
 
     # write back
-    out_cols = out_cols.to(tl.int64)[:, None]
-    in_cols = in_cols.to(tl.int64)[None, :]
-    is_in_col = in_cols < in_size
-    mask = (out_cols < out_size) & is_in_col
+    mask = is_out_col & is_in_col
     if HAS_CHUNKS:
         partial_rows = entry.to(tl.int64) * out_size + out_cols
         partial_mask = (out_cols < tl.where(is_chunk, out_size, 0)) & is_in_col

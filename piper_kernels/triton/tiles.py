@@ -105,6 +105,8 @@ def default_tiles(
     is_wide = element_bytes == 4
     common = {"num_stages": 2 if is_hip else 3, "num_xcds": NUM_XCDS_MI300 if is_hip else 1}
     if op == "wgrad":
+        # loading through an index takes two stages a buffer: five stages are three buffers
+        common["num_stages"] = 2 if is_hip else 5
         return TileConfig(
             block_m=64 if is_wide else 128,
             block_n=64 if is_wide else 128,
