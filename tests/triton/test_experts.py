@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
 
 from piper_kernels.config import (
     GEGLU,
@@ -311,6 +312,28 @@ def test_experts_bf16_integers_are_exact() -> None:
     case = replace(case, gates=torch.ones_like(case.gates))
     y, _ = run(case)
     assert torch.equal(y.double(), oracle(case, torch.float64)["y"].to(torch.bfloat16).double())
+
+
+# A10, A11: row, token and expert offsets past 2^31 elements; the gaps take no memory
+def spread(tensor: Tensor) -> Tensor:
+    """The same values, 2^30 elements apart: the stride fits 32 bits, two times the stride not."""
+    torch.use_deterministic_algorithms(False)  # do not fill the gaps with NaN
+    stride = 2**30 + 64
+    storage = torch.empty((len(tensor) - 1) * stride + tensor[0].numel(), dtype=tensor.dtype)
+    torch.use_deterministic_algorithms(True)
+    view = storage.as_strided(tensor.shape, (stride, *tensor[0].stride()))
+    return view.copy_(tensor)
+
+
+def test_experts_offsets_past_int32(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the interpreter copies storages back onto themselves, which would touch every page
+    monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+    case = make_experts_case((3, 16, 8, 3, 2), dtype=torch.float16, has_bias=True)
+    y, grads = run(case)
+    y_far, grads_far = run(map_tensors(case, spread))
+    assert torch.equal(y, y_far)
+    for name in GRADS:
+        assert torch.equal(getattr(grads, name), getattr(grads_far, name)), name
 
 
 # decode: few tokens read only the experts that they hit

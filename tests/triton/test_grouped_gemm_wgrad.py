@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
 
 from piper_kernels.errors import DtypeError, ShapeError
 from piper_kernels.reference.grouped_gemm import grouped_gemm_wgrad as reference
@@ -70,6 +71,21 @@ def test_wgrad_writes_only_its_part_of_a_packed_gradient() -> None:
     assert (packed[:, :20] == 7).all()
     assert (packed[:, 40:] == 7).all()
     assert torch.equal(packed[:, 20:40], grouped_gemm_wgrad(grad_out, rows, OFFSETS))
+
+
+# A11: the stride fits 32 bits, two times the stride does not
+def test_wgrad_offsets_past_int32(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the interpreter copies storages back onto themselves, which would touch every page
+    monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+    stride = 2**30 + 64
+    torch.use_deterministic_algorithms(False)  # do not fill the gaps with NaN
+    storage = torch.empty(2 * stride + 48, dtype=torch.float16)
+    torch.use_deterministic_algorithms(True)
+    out = storage.as_strided((3, 6, 8), (stride, 8, 1))
+    grad_out, rows = torch.randn(9, 6).half(), torch.randn(9, 8).half()
+    offsets = offsets_of(4, 0, 5)
+    expected = grouped_gemm_wgrad(grad_out, rows, offsets)
+    assert torch.equal(grouped_gemm_wgrad(grad_out, rows, offsets, out=out), expected)
 
 
 def test_wgrad_split_runs_give_equal_bits() -> None:
