@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from piper_kernels.contracts import ExpertsGrads, ExpertsNeeds, ExpertsWeights
-from piper_kernels.errors import check_dtype, check_shape
+from piper_kernels.errors import check_dtype, check_same_device, check_shape
 from piper_kernels.permutation import Permutation
 from piper_kernels.triton.activation import activation_forward
 from piper_kernels.triton.gate_up import gate_up_forward
@@ -33,6 +33,14 @@ def _check(
     function: str, x: Tensor, gates: Tensor, permutation: Permutation, weights: ExpertsWeights
 ) -> None:
     check_operands(function, x=x, gate_up_proj=weights.gate_up_proj, down_proj=weights.down_proj)
+    others = {
+        "x": x,
+        "gates": gates,
+        "expert_offsets": permutation.expert_offsets,
+        "gate_up_bias": weights.gate_up_bias,
+        "down_bias": weights.down_bias,
+    }
+    check_same_device(function, others)
     num_tokens, top_k = permutation.num_tokens, permutation.top_k
     sizes = (num_tokens, weights.hidden_size)
     check_shape(function, "x", x, ("T", "H"), sizes, "Was the permutation built for this x?")

@@ -42,7 +42,8 @@ def dot_arguments(kernel: Any, dtype: torch.dtype, tiles: TileConfig) -> dict[st
     The interpreter multiplies the bits of bf16 (triton-lang/triton#11584), so there operands are
     upcast. fp32 is multiplied in fp32 unless torch itself may use TF32.
     """
-    use_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    # the new name of allow_tf32, which raises once anybody has used the new name
+    use_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "USE_UPCAST": is_interpreted(kernel),
         "PRECISION": "tf32" if use_tf32 else "ieee",

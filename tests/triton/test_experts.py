@@ -17,7 +17,7 @@ from piper_kernels.config import (
     WeightLayout,
 )
 from piper_kernels.contracts import ExpertsGrads, ExpertsNeeds
-from piper_kernels.errors import DtypeError, ShapeError
+from piper_kernels.errors import DeviceError, DtypeError, ShapeError
 from piper_kernels.testing import (
     NEEDS_ALL,
     ROUTING_KINDS,
@@ -383,6 +383,10 @@ def test_experts_refuse_what_does_not_fit() -> None:
     with pytest.raises(DtypeError, match="gates must be one of float32, got bfloat16"):
         experts_forward(
             case.x, case.gates.bfloat16(), case.permutation, case.weights, needs_preact=False
+        )
+    with pytest.raises(DeviceError, match=r"gates must be on the device of x \(cpu\), got meta"):
+        experts_forward(
+            case.x, case.gates.to("meta"), case.permutation, case.weights, needs_preact=False
         )
     with pytest.raises(ShapeError, match="grad_y must have shape"):
         experts_backward(case.grad_y[:, :8], case.x, *args, None, needs=NEEDS_ALL)
