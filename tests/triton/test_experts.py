@@ -81,6 +81,8 @@ def assert_equals_oracle(case: ExpertsCase, y: Tensor, grads: ExpertsGrads) -> N
     baseline, truth = oracle(case), oracle(case, torch.float64)
     # the interpreter truncates fp32 -> bf16 where hardware rounds: twice the error per store
     slack = 8.0 if case.x.dtype == torch.bfloat16 else 4.0
+    # a gradient passes through two contractions, whose rounding grows as the root of their length
+    slack *= max(1.0, max(case.weights.hidden_size, case.weights.intermediate_size) / 64) ** 0.5
     assert y.dtype == case.x.dtype
     assert_close_to_baseline("y", y, baseline["y"], truth["y"], slack=slack)
     for name in GRADS:
