@@ -142,7 +142,7 @@ class HuggingFaceMoE(PiperMoE):
         assert child is not None, f"{name=} was removed from the block"
         return child
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         *,
@@ -151,8 +151,10 @@ class HuggingFaceMoE(PiperMoE):
         return_stats: bool = False,
     ) -> Any:
         """As :meth:`PiperMoE.forward`; without ``return_stats`` in the form the block returns."""
-        if return_stats or not self.family.returns_scores:
-            return super().forward(x, mask=mask, routing=routing, return_stats=return_stats)
+        if return_stats:
+            return super().forward(x, mask=mask, routing=routing, return_stats=True)
+        if not self.family.returns_scores:
+            return super().forward(x, mask=mask, routing=routing)
         chosen = self.route(x, mask=mask) if routing is None else routing
         return super().forward(x, routing=chosen), chosen.gates.to(x.dtype)
 

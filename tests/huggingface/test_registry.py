@@ -99,6 +99,8 @@ def test_import_with_old_transformers_names_its_version(monkeypatch: pytest.Monk
     old = types.ModuleType("transformers")
     old.__version__ = "4.57.1"
     monkeypatch.setitem(sys.modules, "transformers", old)
+    # else the import machinery would find the real one's parts
+    monkeypatch.delitem(sys.modules, "transformers.activations")
     message = r"transformers must be version 5.17 or newer, got 4\.57\.1\. Run: pip install"
     with pytest.raises(ImportError, match=message):
         runpy.run_path(integration.__file__)
