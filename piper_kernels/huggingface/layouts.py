@@ -8,6 +8,7 @@ experts module, and gives its class an ``_apply_gate``.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,23 +45,26 @@ def _clamped(limit: str, *, alpha: str | None = None, up_offset: float = 0.0) ->
 # Gates that a family writes itself, by the full name of the function: a subclass or a copy in
 # remote code that overrides it has another name and takes the composed path. The tests compare
 # each with the function it stands for.
-_BY_GATE: dict[str, Callable[[Any], Activation]] = {
-    f"transformers.models.{name}._apply_gate": reader
-    for name, reader in {
-        "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": _clamped("limit"),
-        "glm5_next.modeling_glm5_next.Glm5NextTextExperts": _clamped("swiglu_limit"),
-        "gpt_oss.modeling_gpt_oss.GptOssExperts": _clamped("limit", alpha="alpha", up_offset=1.0),
-        "hy_v4.modeling_hy_v4.HYV4Experts": _clamped("swiglu_limit"),
-        "hy_v4_vl.modeling_hy_v4_vl.HYV4VLExperts": _clamped("swiglu_limit"),
-        "minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts": _clamped(
-            "swiglu_limit", alpha="swiglu_alpha", up_offset=1.0
-        ),
-        "openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": _clamped(
+_BY_GATE: dict[tuple[str, str], Callable[[Any], Activation]] = {
+    (f"transformers.models.{module}", f"{name}._apply_gate"): reader
+    for (module, name), reader in {
+        ("deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts"): _clamped("limit"),
+        ("glm5_next.modeling_glm5_next", "Glm5NextTextExperts"): _clamped("swiglu_limit"),
+        ("gpt_oss.modeling_gpt_oss", "GptOssExperts"): _clamped(
             "limit", alpha="alpha", up_offset=1.0
         ),
+        ("hy_v4.modeling_hy_v4", "HYV4Experts"): _clamped("swiglu_limit"),
+        ("hy_v4_vl.modeling_hy_v4_vl", "HYV4VLExperts"): _clamped("swiglu_limit"),
+        ("minimax_m3_vl.modeling_minimax_m3_vl", "MiniMaxM3VLExperts"): _clamped(
+            "swiglu_limit", alpha="swiglu_alpha", up_offset=1.0
+        ),
+        (
+            "openai_privacy_filter.modeling_openai_privacy_filter",
+            "OpenAIPrivacyFilterExperts",
+        ): _clamped("limit", alpha="alpha", up_offset=1.0),
     }.items()
 }
-_DEFAULT_GATE = "transformers.integrations.moe._default_apply_gate"
+_DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 
 
 def is_experts_module(module: Any) -> bool:
@@ -85,8 +89,18 @@ def read_layout(module: Any) -> WeightLayout:
     )
 
 
-def _read_function(function: Any) -> Activation | None:
-    """Our name for an activation function of transformers, or ``None``."""
+# torch.compile (2.13) cannot follow the names of functions: it calls this while tracing
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _find_activation(module: Any) -> Activation | None:
+    """Our name for what the module computes between its projections, or ``None``."""
+    if module.has_gate:
+        gate = module._apply_gate
+        name = (gate.__module__, gate.__qualname__)
+        if name in _BY_GATE:
+            return _BY_GATE[name](module)
+        if name != _DEFAULT_GATE:
+            return None
+    function = module.act_fn
     return SWIGLU if function is F.silu else _BY_CLASS.get(type(function))
 
 
@@ -105,11 +119,4 @@ def read_activation(module: Any) -> ActivationLike:
         An :class:`Activation` where the module's gate and function are known by name, else
         :func:`own_activation`, which ``functional.experts`` composes with two grouped GEMMs.
     """
-    if not module.has_gate:
-        return _read_function(module.act_fn) or own_activation(module)
-    gate = module._apply_gate
-    name = f"{gate.__module__}.{gate.__qualname__}"
-    if name in _BY_GATE:
-        return _BY_GATE[name](module)
-    known = _read_function(module.act_fn) if name == _DEFAULT_GATE else None
-    return known or own_activation(module)
+    return _find_activation(module) or own_activation(module)

@@ -77,7 +77,7 @@ def test_read_activation_knows_each_gate_of_its_table() -> None:
     met = set()
     for family, name in CLASSES:
         gate = tiny_experts(family, name)._apply_gate
-        met.add(f"{gate.__module__}.{gate.__qualname__}")
+        met.add((gate.__module__, gate.__qualname__))
     assert set(layouts._BY_GATE) <= met
 
 
@@ -93,6 +93,18 @@ def test_read_activation_of_every_activation_name(hidden_act: str) -> None:
         torch.testing.assert_close(ours, own_activation(module)(preact), rtol=1e-9, atol=1e-9)
     else:
         assert activation == own_activation(module)
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_read_activation_is_the_same_under_compile(family: str) -> None:
+    # otherwise a compiled model would silently take the slow path
+    module = tiny_experts(family, experts_classes()[family][0])
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return x + (1.0 if isinstance(read_activation(module), Activation) else 0.0)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(())).item() == 1.0
 
 
 def test_read_activation_of_plain_functions() -> None:
