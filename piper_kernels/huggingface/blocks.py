@@ -52,8 +52,8 @@ def replace_moe_blocks(model: nn.Module) -> list[str]:
 
     Args:
         model: a model whose MoE blocks are in the table of ``piper_kernels.huggingface.families``:
-            Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, OLMoE, FlexOlmo, DeepSeek-V3, GLM-4-MoE,
-            gpt-oss; also one that PEFT has wrapped.
+            Mixtral, Qwen2-MoE, Qwen3-MoE (also VL), Qwen3-Next, Qwen3.5-MoE, OLMoE, FlexOlmo,
+            DeepSeek-V3, GLM-4-MoE, gpt-oss; also one that PEFT has wrapped.
 
     Returns:
         Names of the modules that were replaced; empty if all of them were already.

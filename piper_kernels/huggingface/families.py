@@ -4,7 +4,7 @@ Everything is read from attributes that the block's parts carry; nothing is gues
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -36,6 +36,10 @@ class BlockFamily:
 def _softmax(block: Any, router: Any) -> RouterConfig:
     """Qwen's and OLMoE's: softmax over E, then the K best, normalised if ``norm_topk_prob``."""
     return RouterConfig(kind="softmax_topk", is_normalized=router.norm_topk_prob)
+
+
+def _normalized_softmax(block: Any, router: Any) -> RouterConfig:
+    return RouterConfig(kind="softmax_topk", is_normalized=True)
 
 
 def _mixtral(block: Any, router: Any) -> RouterConfig:
@@ -79,8 +83,14 @@ FAMILIES: dict[str, BlockFamily] = {
         "mixtral.modeling_mixtral.MixtralSparseMoeBlock": BlockFamily(read_router=_mixtral),
         "olmoe.modeling_olmoe.OlmoeSparseMoeBlock": _PLAIN,
         "qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock": _QWEN_SHARED,
+        "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeSparseMoeBlock": replace(
+            _QWEN_SHARED, read_router=_normalized_softmax
+        ),
         "qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock": _PLAIN,
         "qwen3_next.modeling_qwen3_next.Qwen3NextSparseMoeBlock": _QWEN_SHARED,
+        "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextSparseMoeBlock": replace(
+            _PLAIN, read_router=_normalized_softmax
+        ),
     }.items()
 }
 

@@ -245,6 +245,32 @@ def tiny_model(
     return model.to(dtype).eval()
 
 
+def tiny_vision_language_model(**text_settings: Any) -> Any:
+    """A Qwen3-VL-MoE whose experts, and whose loss coefficient, belong to ``config.text_config``.
+
+    Args:
+        text_settings: passed on to the text config.
+    """
+    module = modeling_module("qwen3_vl_moe")
+    rope = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": SIZES["hidden_size"],
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    text = tiny_config("qwen3_vl_moe", **text_settings).to_dict() | rope
+    config = module.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    model = module.Qwen3VLMoeForConditionalGeneration(config)
+    _randomize(model)
+    return model.eval()
+
+
 def experts_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of ``model`` that look their forward up on the experts registry."""
     return [module for module in model.modules() if is_experts_module(module)]

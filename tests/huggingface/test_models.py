@@ -13,8 +13,8 @@ from piper_kernels.testing.model_steps import ModelStep, assert_steps_close, run
 from piper_kernels.testing.tiny_models import (
     experts_modules,
     first_output,
-    modeling_module,
     tiny_model,
+    tiny_vision_language_model,
 )
 
 # layout -> family; the two without a causal language model are base models here
@@ -129,7 +129,7 @@ quiet_dynamo = pytest.mark.filterwarnings(
     ],
 )
 def test_compiled_model_equals_eager(family: str) -> None:
-    model = tiny_model(family)
+    model = tiny_model(family, num_hidden_layers=1) if family == "mixtral" else tiny_model(family)
     eager = run_step(model, "eager")
     compiled = copy.deepcopy(model)
     compiled.forward = torch.compile(compiled.forward, backend="aot_eager")
@@ -138,7 +138,7 @@ def test_compiled_model_equals_eager(family: str) -> None:
 
 @quiet_dynamo
 def test_compiled_model_has_one_graph() -> None:
-    model = tiny_model("mixtral", experts="piper")
+    model = tiny_model("mixtral", experts="piper", num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(token_ids()).logits, model(token_ids()).logits)
@@ -194,30 +194,8 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other(frozen: str) -> N
 # -- models with sub-models -----------------------------------------------------------------------
 
 
-def vision_language_model() -> Any:
-    module = modeling_module("qwen3_vl_moe")
-    text = tiny_model("qwen3_vl_moe").config.to_dict()
-    text["rope_parameters"] = {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [2, 1, 1],
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }
-    config = module.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
-    torch.manual_seed(0)
-    return module.Qwen3VLMoeForConditionalGeneration(config).eval()
-
-
 def test_experts_implementation_of_one_sub_config() -> None:
-    model = vision_language_model()
+    model = tiny_vision_language_model()
     ids = token_ids()
     model.set_experts_implementation("eager")
     with torch.no_grad():
