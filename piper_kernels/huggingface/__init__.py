@@ -23,6 +23,7 @@ from piper_kernels.huggingface.checkpoint_names import (
 )
 from piper_kernels.huggingface.checkpoints import fuse_experts, split_experts
 from piper_kernels.huggingface.families import FAMILIES, read_config
+from piper_kernels.huggingface.lora import check_lora, lora_targets
 from piper_kernels.huggingface.registry import EXPERTS_IMPLEMENTATION, register_experts_function
 
 __all__ = [
@@ -32,8 +33,10 @@ __all__ = [
     "NEMOTRON_NAMES",
     "QWEN_NAMES",
     "ExpertNames",
+    "check_lora",
     "fuse_experts",
     "fuse_folder",
+    "lora_targets",
     "read_config",
     "register_experts_function",
     "replace_moe_blocks",

@@ -184,22 +184,25 @@ def tiny_config(family: str, **settings: Any) -> Any:
     return config_class(**common, **special)
 
 
-def _randomize(module: nn.Module) -> None:
-    """Random parameters of unit gain, and random expert ids in hash routers' tables.
+def _build(module_class: Any, config: Any, **options: Any) -> Any:
+    """A module with random parameters of unit gain, the same at every call.
 
     transformers' own initialisation is so small that a wrong expert hardly shows in the logits.
     """
-    generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        if parameter.ndim >= 2:
-            std = parameter.shape[-1] ** -0.5
-            parameter.data.normal_(0.0, std, generator=generator)
-        elif not parameter.data.any():
-            # biases start at zero, where a forgotten one would not show
-            parameter.data.normal_(0.0, 0.1, generator=generator)
-    for name, buffer in module.named_buffers():
-        if name.endswith("tid2eid"):
-            buffer.random_(SIZES["num_experts"], generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = module_class(config, **options)
+        for parameter in module.parameters():
+            if parameter.ndim >= 2:
+                parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5)
+            elif not parameter.data.any():
+                # biases start at zero, where a forgotten one would not show
+                parameter.data.normal_(0.0, 0.1)
+        for name, buffer in module.named_buffers():
+            # hash routers: token id -> expert ids
+            if name.endswith("tid2eid"):
+                buffer.random_(SIZES["num_experts"])
+    return module
 
 
 def tiny_experts(
@@ -222,9 +225,7 @@ def tiny_experts(
     widths = getattr(config, "moe_intermediate_size", None)
     # one width per modality: ernie4_5_vl_moe hands each experts module its own
     width = {"intermediate_size": widths[0]} if isinstance(widths, list) else {}
-    module = getattr(modeling_module(family), class_name)(config, **width)
-    _randomize(module)
-    return module.to(dtype)
+    return _build(getattr(modeling_module(family), class_name), config, **width).to(dtype)
 
 
 def tiny_model(
@@ -240,9 +241,7 @@ def tiny_model(
     """
     config = tiny_config(family, **settings)
     config._experts_implementation = experts
-    model = model_class(family)(config)
-    _randomize(model)
-    return model.to(dtype).eval()
+    return _build(model_class(family), config).to(dtype).eval()
 
 
 def tiny_vision_language_model(**text_settings: Any) -> Any:
@@ -266,9 +265,7 @@ def tiny_vision_language_model(**text_settings: Any) -> Any:
     }
     text = tiny_config("qwen3_vl_moe", **text_settings).to_dict() | rope
     config = module.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
-    model = module.Qwen3VLMoeForConditionalGeneration(config)
-    _randomize(model)
-    return model.eval()
+    return _build(module.Qwen3VLMoeForConditionalGeneration, config).eval()
 
 
 def experts_modules(model: nn.Module) -> list[nn.Module]:
