@@ -66,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
     "functional": {*ROUTING_AND_BELOW, "reference", "cpu", "triton", "functional"},
     "modules": {*ROUTING_AND_BELOW, "functional", "reference", "modules"},
     "moe": {*ROUTING_AND_BELOW, "functional", "modules", "dist.dispatcher"},
-    "huggingface": {*OPS, "moe", "dist"},
+    "huggingface": {*OPS, "moe", "dist", "huggingface"},
     **dict.fromkeys(PURE_DIST, PURE - PURE_PIPELINE),
     **dict.fromkeys(PURE_PIPELINE, PURE),
     "dist": {*OPS, "dist"},
