@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.moe_problem import FAMILIES, Problem
 from bench.oracle import ZERO_EXPERTS, zero_experts
 from bench.timing import Variant
-from piper_kernels.reference.experts import experts as piper_experts
+from piper_kernels.functional.experts import experts as piper_experts
 
 Mode = Literal["forward", "forward_backward"]
 
