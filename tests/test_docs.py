@@ -112,8 +112,8 @@ def test_readme_op_table_is_true() -> None:
             exists = (PACKAGE / rooms[title] / f"{op.strip('`')}.py").exists()
             assert said == ("yes" if exists else "no"), f"README, op {op}, column {title}"
     listed = {row[0].strip("`") for row in rows}
-    oracles = {p.stem for p in (PACKAGE / "reference").glob("*.py") if p.stem != "__init__"}
-    assert listed == oracles, "every op with an oracle has a row"
+    oracles = {path.stem for path in (PACKAGE / "reference").glob("*.py")}
+    assert listed == oracles - {"__init__", "moe"}, "every op with an oracle has a row"
 
 
 def test_readme_keeps_its_form() -> None:
