@@ -36,7 +36,7 @@ from bench.moe_variants import (
 )
 from bench.oracle import expected_outputs
 from bench.record import Environment, Record, describe_environment, write_records
-from bench.report import make_console, plot_speedups, print_case
+from bench.report import make_console, plot_speedups, print_case, print_environment
 from bench.shapes import SHAPES, Shape, find_shape
 from bench.stats import geometric_mean
 from bench.targets import Target, exit_status, print_targets
@@ -292,9 +292,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         settings = read_settings(arguments)
         environment = describe_environment()
-        where = f"{environment.machine}, {environment.num_threads} threads"
-        what = f"torch {environment.torch}, transformers {environment.transformers}"
-        console.print(f"{where}; {what}; commit {environment.commit}; {environment.date}")
+        print_environment(environment, console)
         records = run(settings, console, environment)
     except PiperError as error:
         print(f"bench_moe: {error}", file=sys.stderr)

@@ -22,6 +22,8 @@ class Environment:
         commit: short hash, with ``-dirty`` if tracked files differ from it.
         machine: processor and number of cores.
         num_threads: threads that one op may use.
+        load: the system's load average over the last minute when the run began. Beyond the number
+            of cores less the threads of this run, others were busy and the numbers are noisy.
         torch: its version.
         transformers: its version.
         date: UTC, ISO 8601.
@@ -30,9 +32,15 @@ class Environment:
     commit: str
     machine: str
     num_threads: int
+    load: float
     torch: str
     transformers: str
     date: str
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether others were likely to take cores from this run."""
+        return self.load + self.num_threads > (os.cpu_count() or 1) + 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +67,7 @@ class Record:
         baseline: the variant that ``speedup`` compares with.
         speedup, speedup_low, speedup_high: median of the baseline's time over this one's, paired
             by round, and its 95 % interval.
-        commit, machine, num_threads, torch, transformers, date: the environment.
+        commit, machine, num_threads, load, torch, transformers, date: the environment.
         kind: ``measured``; a modelled number would say so.
     """
 
@@ -91,6 +99,7 @@ class Record:
     commit: str
     machine: str
     num_threads: int
+    load: float
     torch: str
     transformers: str
     date: str
@@ -123,6 +132,7 @@ def describe_environment() -> Environment:
         commit=f"{commit}-dirty" if is_dirty else commit,
         machine=f"{_processor()}, {os.cpu_count()} cores",
         num_threads=torch.get_num_threads(),
+        load=round(os.getloadavg()[0], 2),
         torch=torch.__version__,
         transformers=transformers.__version__,
         date=datetime.now(UTC).isoformat(timespec="seconds"),

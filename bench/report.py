@@ -6,12 +6,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.record import Record
+from bench.record import Environment, Record
 
 
 def make_console() -> Console:
     """A console that is 100 columns wide wherever it prints."""
     return Console(width=100, highlight=False)
+
+
+def print_environment(environment: Environment, console: Console) -> None:
+    """Print where the numbers below come from, and whether others were busy."""
+    console.print(f"{environment.machine}, {environment.num_threads} threads, {environment.date}")
+    versions = f"torch {environment.torch}, transformers {environment.transformers}"
+    console.print(f"{versions}, commit {environment.commit}")
+    if environment.is_noisy:
+        console.print(f"noisy: load average {environment.load} before the run began")
 
 
 def _share(fraction: float | None) -> str:

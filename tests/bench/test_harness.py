@@ -17,6 +17,7 @@ ENVIRONMENT = Environment(
     commit="abc1234",
     machine="a test, 1 cores",
     num_threads=1,
+    load=0.0,
     torch="0",
     transformers="0",
     date="2026-01-01T00:00:00+00:00",

@@ -39,6 +39,7 @@ RECORD = Record(
     commit="abc1234",
     machine="a test",
     num_threads=2,
+    load=0.5,
     torch="0",
     transformers="0",
     date="2026-01-01T00:00:00+00:00",
@@ -70,3 +71,10 @@ def test_describe_environment_says_what_this_is() -> None:
     assert re.fullmatch(r"([0-9a-f]{7,}(-dirty)?|unknown)", environment.commit)
     assert re.fullmatch(r".+, \d+ cores", environment.machine)
     assert environment.date.endswith("+00:00")
+
+
+def test_environment_is_noisy_when_others_take_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    environment = replace(describe_environment(), num_threads=2)
+    assert not replace(environment, load=6.0).is_noisy
+    assert replace(environment, load=7.0).is_noisy

@@ -1,13 +1,14 @@
 """The table fits 100 columns; the picture is drawn from the numbers."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from bench.harness import Case, Roof, make_records
 from bench.record import Environment, Record
-from bench.report import make_console, plot_speedups, print_case
+from bench.report import make_console, plot_speedups, print_case, print_environment
 from bench.shapes import SHAPES
 from piper_kernels.cost import Cost
 
@@ -15,6 +16,7 @@ ENVIRONMENT = Environment(
     commit="abc1234-dirty",
     machine="a processor with a rather long name, 128 cores",
     num_threads=64,
+    load=0.0,
     torch="2.13.0+cpu",
     transformers="5.24.0",
     date="2026-01-01T00:00:00+00:00",
@@ -79,3 +81,13 @@ def test_plot_speedups_writes_a_picture(tmp_path: Path) -> None:
     empty = tmp_path / "empty.png"
     plot_speedups(empty, [], "piper")
     assert 0 < empty.stat().st_size < path.stat().st_size
+
+
+def test_print_environment_says_when_others_were_busy() -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=100)
+    print_environment(replace(ENVIRONMENT, num_threads=0), console)
+    assert "noisy" not in text.getvalue()
+    assert "commit abc1234-dirty" in text.getvalue()
+    print_environment(replace(ENVIRONMENT, load=1e6), console)
+    assert "noisy: load average 1000000.0 before the run began" in text.getvalue()
