@@ -32,9 +32,13 @@ def find_strangers(installed: Iterable[Distribution]) -> dict[str, Path]:
     return strangers
 
 
-def find_without_folder(paths: Sequence[str], folder: Path) -> Path | None:
-    """Where Python finds our name when it is started in another folder than ``folder``."""
-    elsewhere = [path for path in paths if path and Path(path).resolve() != folder.resolve()]
+def find_from_elsewhere(paths: Sequence[str]) -> Path | None:
+    """Where Python finds our name when it is started in another folder.
+
+    The first entry of ``sys.path`` is the script's folder or the current one; it is left out. An
+    editable installation has an entry of its own further down, be it the same folder.
+    """
+    elsewhere = [path for path in paths[1:] if path]
     spec = importlib.machinery.PathFinder.find_spec(IMPORT_NAME, elsewhere)
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
 
@@ -98,6 +102,6 @@ def check_identity() -> list[Finding]:
         home=Path(piper_kernels.__file__).resolve().parent,
         version=piper_kernels.__version__,
         installed=ours[0] if ours else None,
-        found=find_without_folder(sys.path, Path.cwd()),
+        found=find_from_elsewhere(sys.path),
         strangers=find_strangers(everything),
     )

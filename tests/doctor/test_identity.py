@@ -9,8 +9,8 @@ import pytest
 import piper_kernels
 from piper_kernels.doctor.identity import (
     check_identity,
+    find_from_elsewhere,
     find_strangers,
-    find_without_folder,
     judge_identity,
 )
 
@@ -45,14 +45,15 @@ def test_find_strangers_survives_a_distribution_without_a_record(tmp_path: Path)
     assert find_strangers(installed_in(tmp_path)) == {}
 
 
-def test_find_without_folder_leaves_out_the_current_one(tmp_path: Path) -> None:
+def test_find_from_elsewhere_leaves_out_the_current_folder(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for place in (here, there):
         (place / "piper_kernels").mkdir(parents=True)
         (place / "piper_kernels" / "__init__.py").touch()
-    paths = ["", str(here), str(there)]
-    assert find_without_folder(paths, here) == there / "piper_kernels"
-    assert find_without_folder(paths[:2], here) is None
+    assert find_from_elsewhere([str(here), str(there)]) == there / "piper_kernels"
+    assert find_from_elsewhere([str(here), ""]) is None
+    # an editable installation of the current folder counts
+    assert find_from_elsewhere([str(here), str(here)]) == here / "piper_kernels"
 
 
 def judge(
@@ -109,6 +110,6 @@ def test_judge_identity_warns_of_a_stranger_that_waits_on_the_path() -> None:
 
 def test_check_identity_finds_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
     home = Path(piper_kernels.__file__).resolve().parent
-    monkeypatch.setattr(sys, "path", [str(home.parent), *sys.path])
+    monkeypatch.setattr(sys, "path", ["/a/script", str(home.parent), *sys.path])
     location = check_identity()[0]
-    assert str(home) in location.value
+    assert (location.status, location.value) == ("ok", str(home))
