@@ -7,20 +7,30 @@ TORCH  ?= torch==2.13.0
 JOBS   ?= 2
 
 BIN := $(VENV)/bin
-# One stamp per choice of torch: another choice installs again, an interrupted install leaves none.
+# One stamp per choice of torch, and only the last one: another choice installs anew.
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d' ' -f1)
+# Marks a folder that this file made, and may therefore make anew.
+OURS := $(VENV)/.made-by-make
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Each test process gets one thread: $(JOBS) of them share the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: install demo test test-deep lint types docs package clean
+.PHONY: install demo test test-deep lint types docs bench package clean
 
 install: $(STAMP)
 
+# Without its stamp a folder of ours is half installed or holds another torch: begin anew. The stamp
+# goes before anything is touched and comes back last, so an interruption leaves none.
 $(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Piper needs Python 3.11 or later: make PYTHON=python3.12" \
+	  if sys.version_info < (3, 11) else 0)'
+	@if [ -e $(OURS) ] && [ ! -e $@ ]; then rm -rf $(VENV); fi
+	@if [ ! -d $(VENV) ]; then mkdir -p $(VENV) && touch $(OURS); fi
+	@rm -f $(VENV)/.installed-*
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
-	touch $@
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable ".[dev]"
+	@touch $@
 
 demo: $(STAMP)
 	$(BIN)/piper train --out runs/demo --overwrite
@@ -39,7 +49,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# make bench OUT=bench/results keeps what it measured.
+bench: $(STAMP)
+	$(BIN)/python -m bench.bench_moe --quick $(if $(OUT),--out $(OUT))
 
 package: $(STAMP)
 	bash .ci/package "$(BIN)"

@@ -1,4 +1,4 @@
-"""Every example in a docstring of the package is run, and shows what it says."""
+"""Every example in a docstring of the package and the benches is run, and shows what it says."""
 
 import doctest
 import importlib
@@ -8,7 +8,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # __main__ is a command: importing it runs it
-FILES = sorted(p for p in (ROOT / "piper_kernels").rglob("*.py") if p.name != "__main__.py")
+FILES = sorted(
+    path
+    for folder in ("piper_kernels", "bench")
+    for path in (ROOT / folder).rglob("*.py")
+    if path.name != "__main__.py"
+)
 
 
 def module_name(path: Path) -> str:
