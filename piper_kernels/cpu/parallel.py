@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +23,14 @@ Scratch = TypeVar("Scratch")
 @lru_cache
 def _pool(num_threads: int, process_id: int) -> ThreadPoolExecutor:
     """Workers for this process (a forked child has none of its parent's threads)."""
-    initializer = partial(torch.set_num_threads, 1)
-    return ThreadPoolExecutor(num_threads, "piper", initializer=initializer)
+    return ThreadPoolExecutor(num_threads, "piper", initializer=_use_one_thread)
+
+
+def _use_one_thread() -> None:
+    """Keep torch from threading inside the calling thread."""
+    # a thread's first question sets its number to the process's; only after it does ours last
+    torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 def _no_scratch() -> Any:

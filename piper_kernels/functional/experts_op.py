@@ -259,22 +259,23 @@ def run_experts(
         ``[T, H]``.
     """
     layout, activation = weights.layout, weights.activation
-    y, _ = ExpertsFunction.apply(
-        x,
-        gates,
+    tensors = [
         weights.gate_up_proj,
         weights.down_proj,
         weights.gate_up_bias,
         weights.down_bias,
-        list(maps_of(permutation)),
+    ]
+    limit = math.inf if activation.limit is None else activation.limit
+    rest = (
         [layout.is_transposed, layout.is_interleaved, layout.is_gated],
         activation.function,
-        [
-            activation.alpha,
-            math.inf if activation.limit is None else activation.limit,
-            activation.up_offset,
-        ],
+        [activation.alpha, limit, activation.up_offset],
         needs_preact,
         backend,
     )
+    maps = list(maps_of(permutation))
+    if torch.is_grad_enabled():
+        y, _ = ExpertsFunction.apply(x, gates, *tensors, maps, *rest)
+    else:
+        y, _ = _experts_forward(x, gates, maps, tensors, *rest)
     return y

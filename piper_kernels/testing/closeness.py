@@ -5,12 +5,20 @@ from torch import Tensor
 
 
 def assert_close_to_baseline(
-    name: str, actual: Tensor, baseline: Tensor, truth: Tensor, *, slack: float = 4.0
+    name: str,
+    actual: Tensor,
+    baseline: Tensor,
+    truth: Tensor,
+    *,
+    slack: float = 4.0,
+    term_size: float = 0.0,
+    compute_dtype: torch.dtype | None = None,
 ) -> None:
     """Require that ``actual`` is as near to the truth as a plain computation in the same dtype.
 
     ``|actual - truth| <= |baseline - truth| + slack * eps * scale``, element by element; eps is the
-    dtype's, scale is the largest |truth| of the element's row plus a tenth of the tensor's largest.
+    dtype's, scale is the largest |truth| of the element's row plus a tenth of the tensor's largest,
+    and at least ``term_size``.
 
     Args:
         name: what is compared, for the message.
@@ -18,6 +26,9 @@ def assert_close_to_baseline(
         baseline: a plain computation in actual's dtype.
         truth: the same in fp64.
         slack: how many units in the last place of the row's scale are allowed on top.
+        term_size: size of the terms that an element is the sum of. A tensor of few elements may
+            owe its small values to cancellation, and its own size says nothing about the error.
+        compute_dtype: where the result is stored in a wider dtype than it was computed in.
 
     Raises:
         AssertionError: naming the worst element and all three values.
@@ -28,7 +39,7 @@ def assert_close_to_baseline(
     exact = truth.double()
     error = (actual.double() - exact).abs()
     scale = exact.abs().amax(-1, keepdim=True) + exact.abs().max() * 0.1
-    unit = torch.finfo(actual.dtype).eps * scale
+    unit = torch.finfo(compute_dtype or actual.dtype).eps * scale.clamp(min=term_size)
     allowed = (baseline.double() - exact).abs() + slack * unit
     is_wrong = ~(error <= allowed)
     if is_wrong.any():
