@@ -203,15 +203,15 @@ def _speedups(records: Sequence[Record], mode: Mode, *, has_decode: bool) -> lis
     ]
 
 
+def _at_the_roof(record: Record) -> float:
+    """The speed-up that a variant at the roof would have had: reading in decode, else the GEMM."""
+    is_decode = record.read_fraction is not None
+    fraction = record.read_fraction if is_decode else record.roof_fraction
+    return record.speedup / (fraction or 1.0)
+
+
 def list_targets(records: Sequence[Record]) -> list[Target]:
     """What the CPU path is held to, over the experts cases of this run."""
-
-    def geometric(found: Sequence[Record]) -> float | None:
-        return geometric_mean([record.speedup for record in found]) if found else None
-
-    def lowest(found: Sequence[Record]) -> float | None:
-        return min((record.speedup_low for record in found), default=None)
-
     train = [
         record
         for has_decode in (False, True)
@@ -219,12 +219,24 @@ def list_targets(records: Sequence[Record]) -> list[Target]:
     ]
     forward = _speedups(records, "forward", has_decode=False)
     decode = _speedups(records, "forward", has_decode=True)
+
+    def geometric(name: str, threshold: float, found: Sequence[Record]) -> Target:
+        title = f"{name}, geometric mean over the fastest rival"
+        if not found:
+            return Target(title, threshold, None)
+        measured = geometric_mean([record.speedup for record in found])
+        return Target(title, threshold, measured, geometric_mean([*map(_at_the_roof, found)]))
+
+    def worst(name: str, found: Sequence[Record]) -> Target:
+        lowest = min((record.speedup_low for record in found), default=None)
+        return Target(f"{name}, worst case, lower end of 95 %", 0.97, lowest)
+
     return [
-        Target("forward+backward, geometric mean over the fastest rival", 1.5, geometric(train)),
-        Target("forward+backward, worst case, lower end of 95 %", 0.97, lowest(train)),
-        Target("forward, geometric mean over the fastest rival", 1.3, geometric(forward)),
-        Target("forward, worst case, lower end of 95 %", 0.97, lowest(forward)),
-        Target("decode (T <= 16), geometric mean over the fastest rival", 1.5, geometric(decode)),
+        geometric("forward+backward", 1.5, train),
+        worst("forward+backward", train),
+        geometric("forward, T > 16", 1.3, forward),
+        worst("forward, T > 16", forward),
+        geometric("decode, T <= 16", 1.5, decode),
     ]
 
 

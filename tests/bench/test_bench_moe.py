@@ -163,19 +163,22 @@ def record(**changes: Any) -> Record:
 
 
 def test_list_targets_takes_means_and_worst_cases_of_the_right_records() -> None:
-    train = {"mode": "forward_backward"}
+    train = {"mode": "forward_backward", "roof_fraction": 0.5}
     found = list_targets(
         [
             record(**train, speedup=1.0, speedup_low=0.9),
             record(**train, speedup=4.0, speedup_low=3.0, T=1),
-            record(speedup=2.0, speedup_low=1.5),
-            record(speedup=3.0, speedup_low=0.5, T=16),
+            record(speedup=2.0, speedup_low=1.5, roof_fraction=0.8),
+            record(speedup=3.0, speedup_low=0.5, T=16, roof_fraction=0.01, read_fraction=0.75),
             record(speedup=99.0, speedup_low=0.1, variant="eager"),
             record(speedup=99.0, speedup_low=0.1, op="block"),
         ]
     )
     assert [target.measured for target in found] == pytest.approx([2.0, 0.9, 2.0, 1.5, 3.0])
     assert [target.is_met for target in found] == [True, False, True, True, True]
+    # at the roof: 2 / 0.5, 2 / 0.8, and in decode 3 / 0.75
+    limits = [target.limit for target in found if target.limit is not None]
+    assert limits == pytest.approx([4.0, 2.5, 4.0])
 
 
 def test_list_targets_without_records_measures_nothing() -> None:
