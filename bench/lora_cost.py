@@ -8,21 +8,21 @@ PEFT makes ``W + s * B A`` for all experts at each call, so the cost does not de
 """
 
 import argparse
-import os
-import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import peft
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from bench.record import describe_environment
+from bench.report import make_console, print_environment
+from bench.stats import quantile
+from bench.timing import Budget, Variant, interleave
 from piper_kernels.huggingface import lora_targets
 from piper_kernels.testing.memory import peak_bytes
 
@@ -70,21 +70,26 @@ def check(layer: Layer, adapted: Any, inputs: tuple[Tensor, ...]) -> None:
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
 
 
-def timed_runs(
-    variants: dict[str, Callable[[], None]], num_rounds: int
-) -> Iterator[tuple[str, float]]:
-    """Seconds of each variant, interleaved, after one round of warm-up."""
-    for i in range(num_rounds + 1):
-        for name, run in variants.items():
-            start = time.perf_counter()
-            run()
-            if i:
-                yield name, time.perf_counter() - start
+def make_variant(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> Variant:
+    """Forward and backward of one module as a variant."""
+
+    def run() -> None:
+        module(*inputs).sum().backward()
+
+    def drop_gradients() -> None:
+        inputs[0].grad = None
+        module.zero_grad(set_to_none=True)
+
+    return Variant(name=name, run=run, prepare=drop_gradients)
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.lora_cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=2048)
@@ -92,42 +97,41 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Check, time, and print a line for each variant."""
+    arguments = make_parser().parse_args(words)
     torch.manual_seed(0)
     x = torch.randn(arguments.tokens, arguments.hidden, requires_grad=True)
     scores = torch.rand(arguments.tokens, arguments.experts)
     gates, expert_ids = scores.softmax(-1).topk(arguments.top_k)
     inputs = (x, expert_ids, gates)
-    frozen = Layer(arguments)
-    layer = Layer(arguments)
+    frozen, layer = Layer(arguments), Layer(arguments)
     adapted = adapt(layer, arguments.rank)
     check(layer, adapted, inputs)
-
-    def runner(module: nn.Module) -> Callable[[], None]:
-        def run() -> None:
-            module(*inputs).sum().backward()
-            x.grad = None
-            module.zero_grad(set_to_none=True)
-
-        return run
-
-    variants = {"frozen experts": runner(frozen), "with LoRA": runner(adapted)}
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    for name, seconds in timed_runs(variants, arguments.rounds):
-        samples[name].append(seconds)
+    variants = [
+        make_variant("frozen experts", frozen, inputs),
+        make_variant("with LoRA", adapted, inputs),
+    ]
+    samples = interleave(variants, Budget(min_rounds=arguments.rounds, max_rounds=arguments.rounds))
     weights_bytes = sum(p.nbytes for p in frozen.parameters())
-    print(f"{arguments}, fp32, 1 thread of {os.cpu_count()} x {platform.processor() or 'CPU'}")
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}", end=", ")
-    print(f"peft {peft.__version__}; expert weights {weights_bytes / MIB:.1f} MiB")
-    for name, run in variants.items():
-        low, median, high = statistics.quantiles(samples[name], n=10)[1::3]
-        bytes_at_peak = peak_bytes(run)
-        print(
-            f"{name:<15} {median * 1e3:8.1f} ms (p20 {low * 1e3:.1f}, p80 {high * 1e3:.1f})  peak "
-            f"{bytes_at_peak / MIB:8.1f} MiB = {bytes_at_peak / weights_bytes:.2f} x weights"
+    console = make_console()
+    print_environment(describe_environment(), console)
+    console.print(f"peft {peft.__version__}, fp32; {vars(arguments)}")
+    console.print(f"expert weights {weights_bytes / MIB:.1f} MiB")
+    for variant in variants:
+        seconds = samples[variant.name]
+        low, middle, high = (quantile(seconds, q) * 1e3 for q in (0.2, 0.5, 0.8))
+        variant.prepare()
+        at_peak = peak_bytes(variant.run)
+        console.print(
+            f"{variant.name:<15} {middle:8.1f} ms (p20 {low:.1f}, p80 {high:.1f})  peak "
+            f"{at_peak / MIB:8.1f} MiB = {at_peak / weights_bytes:.2f} x weights"
         )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

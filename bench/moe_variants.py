@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from bench.moe_problem import FAMILIES, Problem
+from bench.moe_problem import Problem
 from bench.oracle import ZERO_EXPERTS, zero_experts
 from bench.timing import Variant
-from piper_kernels.functional.experts import experts as piper_experts
+from piper_kernels.huggingface import EXPERTS_IMPLEMENTATION, register_experts_function
 
 Mode = Literal["forward", "forward_backward"]
 
-PIPER = "piper"
+PIPER = EXPERTS_IMPLEMENTATION
 DENSE_GEMM = "dense_gemm"
 READ_WEIGHTS = "read_weights"
 ROOFS = (DENSE_GEMM, READ_WEIGHTS)
@@ -26,29 +27,9 @@ MAX_BATCHED_BYTES = 2**30
 MAX_DECODE_TOKENS = 16
 
 
-def _piper_forward(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """Piper's experts behind Hugging Face's calling convention."""
-    family = FAMILIES[module.config.model_type]
-    return piper_experts(
-        hidden_states,
-        top_k_index,
-        top_k_weights.float(),
-        module.gate_up_proj,
-        module.down_proj,
-        layout=family.layout,
-        activation=family.activation,
-        gate_up_bias=getattr(module, "gate_up_proj_bias", None),
-        down_bias=getattr(module, "down_proj_bias", None),
-    )
-
-
 def register_implementations() -> None:
-    """Make Piper's and the oracle's experts functions selectable by name."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(PIPER, _piper_forward)
+    """Make ``"piper"``, as users select it, and the oracle's zero experts selectable."""
+    register_experts_function()
     ALL_EXPERTS_FUNCTIONS.register(ZERO_EXPERTS, zero_experts)
 
 
