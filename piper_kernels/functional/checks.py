@@ -95,10 +95,14 @@ def _check_weights(
     check_shape(function, "gate_up_proj", gate_up_proj, ("E", "out", "in"), (None, None, None))
     check_shape(function, "down_proj", down_proj, ("E", "out", "in"), (None, None, None))
     num_experts, hidden_size = gate_up_proj.shape[0], x.shape[1]
-    require(
-        num_experts >= 1, function, "num_experts", "be at least 1", num_experts, error=ShapeError
-    )
     intermediate_size = down_proj.shape[1 if layout.is_transposed else 2]
+    sizes = {
+        "num_experts": num_experts,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+    }
+    for name, size in sizes.items():
+        require(size >= 1, function, name, "be at least 1", size, error=ShapeError)
     shapes = layout.weight_shapes(num_experts, hidden_size, intermediate_size)
     width = "2I" if layout.is_gated else "I"
     if layout.is_transposed:
