@@ -63,11 +63,11 @@ def replace_moe_blocks(model: nn.Module) -> list[str]:
             unchanged.
 
     Example:
-        >>> replace_moe_blocks(model)
-        ['model.layers.0.mlp', 'model.layers.1.mlp']
-        >>> y, stats = model.model.layers[0].mlp(x, return_stats=True)
-        >>> restore_moe_blocks(model)
-        ['model.layers.0.mlp', 'model.layers.1.mlp']
+        A Qwen3-MoE ``model`` with two layers::
+
+            replace_moe_blocks(model)  # ['model.layers.0.mlp', 'model.layers.1.mlp']
+            y, stats = model.model.layers[0].mlp(x, return_stats=True)
+            restore_moe_blocks(model)  # the same two names
     """
     families = {m: family for m in model.modules() if (family := find_family(m)) is not None}
     _check_blocks(model, list(families))

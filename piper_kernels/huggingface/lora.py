@@ -36,10 +36,11 @@ def lora_targets(model: nn.Module) -> list[str]:
         ConfigError: the model has no experts module on transformers' registry.
 
     Example:
-        >>> from peft import LoraConfig, get_peft_model
-        >>> config = LoraConfig(r=8, target_modules=[], target_parameters=lora_targets(model))
-        >>> model = get_peft_model(model, config)
-        >>> check_lora(model)
+        On any Mixture-of-Experts ``model`` of transformers::
+
+            config = peft.LoraConfig(r=8, target_modules=[], target_parameters=lora_targets(model))
+            model = peft.get_peft_model(model, config)
+            check_lora(model)
     """
     targets = [
         f"{name}.{weight}"
