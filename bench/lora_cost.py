@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import peft
@@ -82,8 +82,8 @@ def timed_runs(
                 yield name, time.perf_counter() - start
 
 
-def main() -> None:
-    """Print the table."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Print the table for the sizes in ``words`` (default: the process's arguments)."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x = torch.randn(arguments.tokens, arguments.hidden, requires_grad=True)
