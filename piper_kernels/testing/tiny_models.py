@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from piper_kernels.errors import did_you_mean, require
 from piper_kernels.huggingface import EXPERTS_IMPLEMENTATION
 from piper_kernels.huggingface.layouts import is_experts_module
 
@@ -167,20 +168,33 @@ def model_class(family: str) -> Any:
 
 
 def tiny_config(family: str, **settings: Any) -> Any:
-    """The family's config at ``SIZES``; a setting that its config does not know is refused.
+    """The family's config at ``SIZES``.
+
+    Args:
+        family: folder of the family below ``transformers/models``.
+        settings: what to change.
+
+    Raises:
+        ConfigError: the family's config does not know a setting.
 
     Example:
         >>> tiny_config("mixtral", num_experts_per_tok=1).num_experts_per_tok
         1
     """
     config_class = model_class(family).config_class
-    known = set(config_class().to_dict()) | set(config_class.attribute_map)
-    special = SETTINGS.get(family, {}) | settings
-    common = {name: size for name, size in SIZES.items() if name in known}
-    # a name that an attribute map turns into a special one must not overwrite it
     aliases = config_class.attribute_map
+    known = set(config_class().to_dict()) | set(aliases)
+    for name in settings:
+        remedy = did_you_mean(name, known)
+        require(name in known, "tiny_config", name, f"be a setting of {family}", name, remedy)
+    special = SETTINGS.get(family, {}) | settings
+    # two names of one setting: the special one counts
     taken = {aliases.get(name, name) for name in special}
-    common = {n: s for n, s in common.items() if aliases.get(n, n) not in taken}
+    common = {
+        name: size
+        for name, size in SIZES.items()
+        if name in known and aliases.get(name, name) not in taken
+    }
     return config_class(**common, **special)
 
 

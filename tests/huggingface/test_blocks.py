@@ -9,18 +9,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from piper_kernels.config import Activation, MoEConfig, RouterConfig, SharedExpertsConfig
 from piper_kernels.errors import ConfigError
 from piper_kernels.huggingface import (
     FAMILIES,
-    read_config,
     replace_moe_blocks,
     restore_moe_blocks,
 )
 from piper_kernels.huggingface.block import HuggingFaceMoE
 from piper_kernels.huggingface.families import find_family
 from piper_kernels.moe import PiperMoE
-from piper_kernels.routing import route
 from piper_kernels.testing.model_steps import assert_steps_close, run_step, token_ids
 from piper_kernels.testing.tiny_models import experts_modules, first_output, tiny_model
 
@@ -366,84 +363,6 @@ def test_replaced_block_compiles_to_one_graph(family: str) -> None:
     want = moe(x, return_stats=True)[0]
     have = torch.compile(moe, backend="eager", fullgraph=True)(x)
     torch.testing.assert_close(have[0] if family == "gpt_oss" else have, want)
-
-
-# -- what a block is, as a config: field report A30 -----------------------------------------------
-
-
-def test_read_config_of_deepseek_v3() -> None:
-    block = blocks_of(tiny_model("deepseek_v3", routed_scaling_factor=1.5))[0]
-    family = find_family(block)
-    assert family is not None
-    assert read_config(block, family) == MoEConfig(
-        hidden_size=32,
-        intermediate_size=20,
-        num_experts=8,
-        top_k=2,
-        router=RouterConfig(
-            kind="sigmoid_topk",
-            is_normalized=True,
-            scaling_factor=1.5,
-            num_groups=2,
-            num_selected_groups=1,
-            group_score="top2_sum",
-            has_correction_bias=True,
-        ),
-        shared_experts=SharedExpertsConfig(intermediate_size=20),
-    )
-
-
-def test_read_config_of_gpt_oss_and_qwen2_moe() -> None:
-    model = tiny_model("gpt_oss")
-    replace_moe_blocks(model)
-    config = layers_of(model)[0].config
-    assert config.layout.is_transposed
-    assert config.layout.is_interleaved
-    assert config.has_expert_bias
-    assert config.router == RouterConfig(kind="topk_softmax", has_bias=True)
-    assert config.activation == Activation(alpha=1.702, limit=7.0, up_offset=1.0)
-    model = tiny_model("qwen2_moe")
-    replace_moe_blocks(model)
-    config = layers_of(model)[0].config
-    assert config.shared_experts == SharedExpertsConfig(
-        intermediate_size=12, is_gated_by_token=True
-    )
-    assert "is_gated_by_token" in repr(layers_of(model)[0])
-
-
-NORMALIZED = {
-    "mixtral": (True, {}),
-    "olmoe": (False, {"norm_topk_prob": False}),
-    "qwen2_moe": (False, {"norm_topk_prob": False}),
-    "qwen3_moe": (True, {"norm_topk_prob": True}),
-    "deepseek_v3": (True, {"routed_scaling_factor": 1.0}),
-    "gpt_oss": (True, {}),
-}
-
-
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_router_config_chooses_and_weighs_as_the_block_does(family: str) -> None:
-    is_normalized, settings = NORMALIZED.get(family, (None, {}))
-    block: Any = blocks_of(tiny_model(family, **settings))[0]
-    found = find_family(block)
-    assert found is not None
-    config = read_config(block, found)
-    router = getattr(block, found.router)
-    bias = getattr(router, "e_score_correction_bias", None)
-    if bias is not None:
-        bias.normal_(0.0, 0.3)
-    logits, gates, expert_ids = router(torch.randn(200, 32))
-    ours = route(logits, config.top_k, config.router, correction_bias=bias)
-    # transformers leaves the order of the K open (topk with sorted=False)
-    by_id, order = expert_ids.sort(-1)
-    ours_by_id, ours_order = ours.expert_ids.sort(-1)
-    assert torch.equal(ours_by_id, by_id)
-    theirs = gates.gather(1, order)
-    torch.testing.assert_close(ours.gates.gather(1, ours_order), theirs, rtol=1e-6, atol=1e-6)
-    sums = gates.sum(-1)
-    if is_normalized is not None:
-        is_one = torch.allclose(sums, torch.ones_like(sums), rtol=1e-5)
-        assert is_one == is_normalized
 
 
 # -- the selection bias: field report A55 ---------------------------------------------------------

@@ -1,114 +1,137 @@
-"""Every family on transformers' experts registry, found by reading its modeling files."""
-
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.activations import ACT2FN
 
-from piper_kernels.testing.model_steps import assert_steps_close, run_step, token_ids
-from piper_kernels.testing.tiny_models import (
-    experts_classes,
-    experts_modules,
-    first_output,
-    modeling_module,
-    tiny_model,
+from piper_kernels.config import Activation, MoEConfig, RouterConfig, SharedExpertsConfig
+from piper_kernels.errors import ConfigError
+from piper_kernels.huggingface.families import (
+    FAMILIES,
+    find_family,
+    read_config,
+    without_adapters,
 )
+from piper_kernels.routing import route
+from piper_kernels.testing.tiny_models import modeling_module, tiny_model
 
-# Families that were measured to call the registry when this was planned (facts sheet, 1.1).
-MEASURED = {
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    "olmoe",
-    "phimoe",
-    "granitemoe",
-    "gpt_oss",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "minimax_m2",
-    "ernie4_5_moe",
-    "nemotron_h",
-}
-# Families that cannot be built tiny, each with its reason.
-NOT_BUILT: dict[str, str] = {}
-# Classes of a family that its tiny model does not hold; test_experts_function.py runs them alone.
-NOT_IN_THE_MODEL = {
-    "Qwen3OmniMoeTalkerTextExperts": "the talker needs the thinker's hidden states as its input",
-}
-FAMILIES = [family for family in experts_classes() if family not in NOT_BUILT]
+FAMILY_NAMES = sorted(key.split(".")[2] for key in FAMILIES)
 
 
-def test_the_scan_finds_the_measured_families() -> None:
-    assert set(experts_classes()) >= MEASURED
-    assert not MEASURED & NOT_BUILT.keys()
-    assert len(experts_classes()) >= 60
+def block_of(family: str, **settings: Any) -> Any:
+    model = tiny_model(family, **settings)
+    return next(module for module in model.modules() if find_family(module) is not None)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_piper_equals_eager_in_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(family)
-    modules = experts_modules(model)
-    held = {type(module).__name__ for module in modules}
-    assert held == set(experts_classes()[family]) - NOT_IN_THE_MODEL.keys()
-    eager = run_step(model, "eager")
-    calls: list[Any] = []
-    for module in modules:
-        module.register_forward_hook(lambda module, *_: calls.append(module))
-    piper = run_step(model, "piper")
-    # ernie4_5_vl_moe has experts for image tokens, of which there are none here
-    assert {type(module) for module in calls} == {type(module) for module in modules}
-    assert {m.config._experts_implementation for m in modules} == {"piper"}
-    assert_steps_close(piper, eager, 1e-5)
-    # the experts matter: their weights have a gradient worth comparing
-    largest = max(float(g.abs().max()) for g in eager.grads.values() if g is not None)
-    for module in set(calls):
-        names = [n for n, p in model.named_parameters() if p is module.down_proj]
-        grad = eager.grads[names[0]]
-        assert grad is not None
-        assert float(grad.abs().max()) > 1e-4 * largest
+def config_of(block: nn.Module) -> MoEConfig:
+    family = find_family(block)
+    assert family is not None
+    return read_config(block, family)
 
 
-@pytest.mark.parametrize("family", ["jetmoe", "llama4"])
-def test_families_that_are_not_on_the_registry(family: str) -> None:
-    # transformers gives them no switch; if it ever does, they belong to the families above
-    assert family not in experts_classes()
-    model = (jetmoe if family == "jetmoe" else llama4)()
-    assert not experts_modules(model)
-    with torch.no_grad():
-        before = first_output(model(token_ids()))
-        model.config._experts_implementation = "piper"
-        after = first_output(model(token_ids()))
-    assert torch.equal(after, before)
+@pytest.mark.parametrize("key", FAMILIES)
+def test_families_name_classes_that_exist(key: str) -> None:
+    _, _, family, module, name = key.split(".")
+    assert getattr(modeling_module(family), name).__module__.endswith(module)
 
 
-def jetmoe() -> Any:
-    module = modeling_module("jetmoe")
-    config = module.JetMoeConfig(
-        vocab_size=64,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_key_value_heads=2,
-        kv_channels=8,
-        intermediate_size=24,
-        num_local_experts=4,
+def test_find_family_wants_the_exact_class() -> None:
+    block = block_of("mixtral")
+
+    class Mine(type(block)):  # type: ignore[misc]
+        pass
+
+    assert find_family(block) is not None
+    block.__class__ = Mine
+    assert find_family(block) is None
+    assert find_family(nn.Linear(2, 2)) is None
+
+
+def test_read_config_refuses_an_activation_without_a_name() -> None:
+    block = block_of("mixtral")
+    block.experts.act_fn = ACT2FN["mish"]
+    with pytest.raises(ConfigError, match=r"got MishActivation\. Select experts_implementation"):
+        config_of(block)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+def test_read_config_sees_through_adapters() -> None:
+    model = tiny_model("qwen2_moe")
+    plain = config_of(next(m for m in model.modules() if find_family(m) is not None))
+    options = {
+        "target_modules": ["up_proj", "shared_expert_gate"],
+        "target_parameters": ["experts.down_proj", "gate.weight"],
+    }
+    adapted = get_peft_model(model, LoraConfig(r=2, **options))
+    block = next(m for m in adapted.modules() if find_family(m) is not None)
+    assert without_adapters(block.experts) is not block.experts
+    assert config_of(block) == plain
+
+
+def test_read_config_of_deepseek_v3() -> None:
+    block = block_of("deepseek_v3", routed_scaling_factor=1.5)
+    assert config_of(block) == MoEConfig(
+        hidden_size=32,
+        intermediate_size=20,
+        num_experts=8,
+        top_k=2,
+        router=RouterConfig(
+            kind="sigmoid_topk",
+            is_normalized=True,
+            scaling_factor=1.5,
+            num_groups=2,
+            num_selected_groups=1,
+            group_score="top2_sum",
+            has_correction_bias=True,
+        ),
+        shared_experts=SharedExpertsConfig(intermediate_size=20),
     )
-    return module.JetMoeForCausalLM(config).eval()
 
 
-def llama4() -> Any:
-    module = modeling_module("llama4")
-    config = module.Llama4TextConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=24,
-        intermediate_size_mlp=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=4,
-        pad_token_id=0,
+def test_read_config_of_gpt_oss_and_qwen2_moe() -> None:
+    config = config_of(block_of("gpt_oss"))
+    assert config.layout.is_transposed
+    assert config.layout.is_interleaved
+    assert config.has_expert_bias
+    assert config.router == RouterConfig(kind="topk_softmax", has_bias=True)
+    assert config.activation == Activation(alpha=1.702, limit=7.0, up_offset=1.0)
+    config = config_of(block_of("qwen2_moe"))
+    assert config.shared_experts == SharedExpertsConfig(
+        intermediate_size=12, is_gated_by_token=True
     )
-    return module.Llama4ForCausalLM(config).eval()
+
+
+NORMALIZED = {
+    "mixtral": (True, {}),
+    "olmoe": (False, {"norm_topk_prob": False}),
+    "qwen2_moe": (False, {"norm_topk_prob": False}),
+    "qwen3_moe": (True, {"norm_topk_prob": True}),
+    "deepseek_v3": (True, {"routed_scaling_factor": 1.0}),
+    "gpt_oss": (True, {}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_router_config_chooses_and_weighs_as_the_block_does(family: str) -> None:
+    is_normalized, settings = NORMALIZED.get(family, (None, {}))
+    block = block_of(family, **settings)
+    found, config = find_family(block), config_of(block)
+    assert found is not None
+    router = getattr(block, found.router)
+    bias = getattr(router, "e_score_correction_bias", None)
+    if bias is not None:
+        bias.normal_(0.0, 0.3)
+    logits, gates, expert_ids = router(torch.randn(200, 32))
+    ours = route(logits, config.top_k, config.router, correction_bias=bias)
+    # transformers leaves the order of the K open (topk with sorted=False)
+    by_id, order = expert_ids.sort(-1)
+    ours_by_id, ours_order = ours.expert_ids.sort(-1)
+    assert torch.equal(ours_by_id, by_id)
+    theirs = gates.gather(1, order)
+    torch.testing.assert_close(ours.gates.gather(1, ours_order), theirs, rtol=1e-6, atol=1e-6)
+    sums = gates.sum(-1)
+    if is_normalized is not None:
+        is_one = torch.allclose(sums, torch.ones_like(sums), rtol=1e-5)
+        assert is_one == is_normalized

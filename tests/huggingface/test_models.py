@@ -160,18 +160,18 @@ def test_half_precision_model_is_as_good_as_eager() -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_model_under_autocast(family: str) -> None:
+def test_model_under_autocast_is_as_good_as_eager(family: str) -> None:
     model = tiny_model(family).train()
-    plain = run_step(model, "piper")
+    truth = run_step(model, "eager").output
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = run_step(model, "piper")
-    for name, grad in mixed.grads.items():
+        eager, piper = run_step(model, "eager"), run_step(model, "piper")
+    assert piper.output.dtype == eager.output.dtype
+    for name, grad in piper.grads.items():
         assert grad is not None, name
         assert grad.dtype == torch.float32
-    scale = float(plain.output.std())
-    torch.testing.assert_close(
-        mixed.output.float(), plain.output, rtol=0, atol=0.1 * scale, check_dtype=False
-    )
+    # a norm over all tokens: some of them change experts, in either mode
+    allowed = 1.5 * (eager.output.float() - truth).norm()
+    assert (piper.output.float() - truth).norm() <= allowed
 
 
 # -- frozen parts: field report A57 ---------------------------------------------------------------

@@ -1,0 +1,139 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from piper_kernels.errors import CheckpointError
+from piper_kernels.huggingface.checkpoint_folders import fuse_folder, split_folder
+from piper_kernels.huggingface.checkpoint_names import MIXTRAL_NAMES, NEMOTRON_NAMES, QWEN_NAMES
+from piper_kernels.testing.model_steps import token_ids
+from piper_kernels.testing.tiny_models import tiny_model
+
+
+def assert_bit_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert ours[key].dtype == tensor.dtype
+        assert torch.equal(ours[key], tensor), key
+
+
+def saved_model(family: str, folder: Path, *, is_fused: bool) -> Any:
+    model = tiny_model(family, num_experts_per_tok=2)
+    model.save_pretrained(folder, save_original_format=not is_fused)
+    return model
+
+
+FAMILIES = {"mixtral": MIXTRAL_NAMES, "qwen3_moe": QWEN_NAMES, "nemotron_h": NEMOTRON_NAMES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fuse_folder_makes_what_the_model_holds(family: str, tmp_path: Path) -> None:
+    model = saved_model(family, tmp_path / "split", is_fused=False)
+    fuse_folder(tmp_path / "split", tmp_path / "fused", names=FAMILIES[family])
+    reloaded = type(model).from_pretrained(tmp_path / "fused", experts_implementation="piper")
+    assert_bit_equal(dict(reloaded.state_dict()), dict(model.state_dict()))
+    ids = token_ids()
+    with torch.no_grad():
+        torch.testing.assert_close(reloaded(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_split_folder_makes_what_transformers_writes(family: str, tmp_path: Path) -> None:
+    model = saved_model(family, tmp_path / "fused", is_fused=True)
+    model.save_pretrained(tmp_path / "theirs")
+    split_folder(tmp_path / "fused", tmp_path / "ours", names=FAMILIES[family])
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert_bit_equal(ours, load_file(tmp_path / "theirs" / "model.safetensors"))
+    reloaded = type(model).from_pretrained(tmp_path / "ours")
+    assert_bit_equal(dict(reloaded.state_dict()), dict(model.state_dict()))
+
+
+def test_fuse_folder_in_many_shards(tmp_path: Path) -> None:
+    model = saved_model("mixtral", tmp_path / "split", is_fused=False)
+    (tmp_path / "split" / "tokenizer.json").write_text("{}")
+    fuse_folder(tmp_path / "split", tmp_path / "fused", max_shard_bytes=30_000)
+    files = sorted(path.name for path in (tmp_path / "fused").iterdir())
+    shards = [name for name in files if name.endswith(".safetensors")]
+    assert len(shards) > 2
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < set(files)
+    sizes = [sum(t.nbytes for t in load_file(tmp_path / "fused" / s).values()) for s in shards]
+    biggest = max(t.nbytes for t in model.state_dict().values())
+    assert all(size <= max(30_000, biggest) for size in sizes)
+    reloaded = type(model).from_pretrained(tmp_path / "fused")
+    assert_bit_equal(dict(reloaded.state_dict()), dict(model.state_dict()))
+    split_folder(tmp_path / "fused", tmp_path / "back", names=MIXTRAL_NAMES)
+    assert_bit_equal(
+        load_file(tmp_path / "back" / "model.safetensors"),
+        load_file(tmp_path / "split" / "model.safetensors"),
+    )
+
+
+def test_fuse_folder_reads_the_number_of_experts_from_the_config(tmp_path: Path) -> None:
+    saved_model("mixtral", tmp_path / "split", is_fused=False)
+    file = tmp_path / "split" / "model.safetensors"
+    state = {key: t for key, t in load_file(file).items() if ".experts.7." not in key}
+    save_file(state, file)
+    with pytest.raises(CheckpointError, match=r"every matrix of 8 experts.*experts\.7\.w1\.weight"):
+        fuse_folder(tmp_path / "split", tmp_path / "fused")
+    assert not (tmp_path / "fused").exists()
+
+
+def test_fuse_folder_never_unpickles(tmp_path: Path) -> None:
+    source = tmp_path / "pickled"
+    source.mkdir()
+    torch.save({"mlp.experts.0.w1.weight": torch.zeros(2)}, source / "pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match=r"got pytorch_model\.bin\. Pickled weights are never"
+    ):
+        fuse_folder(source, tmp_path / "fused")
+
+
+def test_fuse_folder_names_a_corrupt_file(tmp_path: Path) -> None:
+    saved_model("mixtral", tmp_path / "split", is_fused=False)
+    file = tmp_path / "split" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors must be a complete safetensors"):
+        fuse_folder(tmp_path / "split", tmp_path / "fused")
+    with pytest.raises(CheckpointError, match=r"hold \*\.safetensors files, got none"):
+        fuse_folder(tmp_path / "absent", tmp_path / "fused")
+
+
+def test_fuse_folder_refuses_a_key_in_two_files(tmp_path: Path) -> None:
+    source = tmp_path / "split"
+    source.mkdir()
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file({"mlp.experts.0.w1.weight": torch.zeros(2, 2)}, source / name)
+    with pytest.raises(CheckpointError, match=r"must occur in one file only, got again b\.safe"):
+        fuse_folder(source, tmp_path / "fused")
+
+
+def test_fuse_folder_leaves_an_existing_destination_alone(tmp_path: Path) -> None:
+    saved_model("mixtral", tmp_path / "split", is_fused=False)
+    (tmp_path / "fused").mkdir()
+    (tmp_path / "fused" / "precious").write_text("kept")
+    with pytest.raises(CheckpointError, match="destination must not exist yet"):
+        fuse_folder(tmp_path / "split", tmp_path / "fused")
+    assert (tmp_path / "fused" / "precious").read_text() == "kept"
+
+
+def test_fuse_folder_leaves_nothing_behind_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_model("mixtral", tmp_path / "split", is_fused=False)
+    written: list[Path] = []
+
+    def save_until_full(tensors: dict[str, Tensor], path: Path, metadata: object) -> None:
+        if written:
+            raise OSError(28, "No space left on device")
+        path.write_bytes(b"half a file")
+        written.append(path)
+
+    monkeypatch.setattr("piper_kernels.huggingface.checkpoint_folders.save_file", save_until_full)
+    with pytest.raises(CheckpointError, match=r"fused' must be writable.*No space left"):
+        fuse_folder(tmp_path / "split", tmp_path / "fused", max_shard_bytes=30_000)
+    assert written
+    assert [path.name for path in tmp_path.iterdir()] == ["split"]
