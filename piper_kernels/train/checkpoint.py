@@ -10,14 +10,20 @@ import importlib.metadata
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from piper_kernels.errors import CheckpointError, did_you_mean, instruction, require
 from piper_kernels.train.checkpoint_keys import allocate_moments, model_tensors, moment_tensors
@@ -33,7 +39,6 @@ from piper_kernels.train.manifest import (
 
 logger = logging.getLogger(__name__)
 
-_NAME = "piper train"
 _WRITING, _DELETING = ".writing-", ".deleting-"
 # each file is held in memory once more while it is written
 _FILE_BYTES = 1 << 30
@@ -93,9 +98,15 @@ def latest_checkpoint(folder: Path) -> Path:
         CheckpointError: if there is none.
     """
     found = _checkpoints(folder)
-    remedy = "Start the run without --resume."
+    remedy = "It was stopped before its first: start it anew with --overwrite."
     require(
-        bool(found), _NAME, str(folder), "hold a checkpoint", "none", remedy, error=CheckpointError
+        bool(found),
+        "latest_checkpoint",
+        str(folder),
+        "hold a checkpoint",
+        "none",
+        remedy,
+        error=CheckpointError,
     )
     return found[-1]
 
@@ -108,21 +119,23 @@ def load_checkpoint(
     Raises:
         CheckpointError: if files are damaged, or text, model or tensors are not this run's.
     """
-    manifest = read_manifest(checkpoint)
-    remedy = _remedy(checkpoint)
+    remedy = remedy_for(checkpoint)
+    manifest = read_manifest(checkpoint, remedy)
     check_files(checkpoint, manifest, remedy)
-    _check_same("text", manifest.text_sha256, text_sha256, "Give the same --data in the same order.")
+    _check_same(
+        "text", manifest.text_sha256, text_sha256, "Give the same --data in the same order."
+    )
     _check_same("model", manifest.model_digest, model_digest, "Give the same configuration.")
     if manifest.versions != _versions():
         logger.warning("written by %s, read by %s", manifest.versions, _versions())
     with _explained(None), warnings.catch_warnings():
         _ignore_single_process()
-        reader = dcp.HuggingFaceStorageReader(str(checkpoint))
+        reader = HuggingFaceStorageReader(str(checkpoint))
         saved = reader.read_metadata().state_dict_metadata
         allocate_moments(trainer.model, trainer.optimizer, set(saved))
         tensors = _tensors(trainer)
         _check_tensors(checkpoint, saved, tensors, remedy)
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        load(tensors, storage_reader=reader, no_dist=True)
     torch.set_rng_state(tensors["rng.cpu"])
     if "rng.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng.cuda"])
@@ -154,35 +167,43 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         written += tensor.nbytes
     with warnings.catch_warnings():
         _ignore_single_process()
-        writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of)
-        dcp.save(tensors, storage_writer=writer, no_dist=True)
+        writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of)
+        save(tensors, storage_writer=writer, no_dist=True)
 
 
 def _check_tensors(
-    checkpoint: Path, saved: dict[str, object], wanted: dict[str, Tensor], remedy: str
+    checkpoint: Path, saved: Mapping[str, object], wanted: dict[str, Tensor], remedy: str
 ) -> None:
     where = str(checkpoint)
     missing, foreign = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing:
         nearest = did_you_mean(missing[0], foreign) if foreign else remedy
-        message = instruction(_NAME, where, f"hold {missing[0]}", "nothing by this name", nearest)
+        message = instruction(
+            "load_checkpoint", where, f"hold {missing[0]}", "nothing by this name", nearest
+        )
         raise CheckpointError(message)
     if foreign:
         requirement = "hold this model's tensors only"
-        raise CheckpointError(instruction(_NAME, where, requirement, foreign[0], remedy))
+        raise CheckpointError(
+            instruction("load_checkpoint", where, requirement, foreign[0], remedy)
+        )
     for key, tensor in wanted.items():
-        record: object = saved[key]
-        assert isinstance(record, dcp.TensorStorageMetadata), f"{key=} {record=}"
+        record = saved[key]
+        assert isinstance(record, TensorStorageMetadata), f"{key=} {record=}"
         have = f"{tuple(record.size)} {record.properties.dtype}"
         want = f"{tuple(tensor.shape)} {tensor.dtype}"
         requirement = f"hold {key} as {want}"
-        require(have == want, _NAME, where, requirement, have, remedy, error=CheckpointError)
+        require(
+            have == want, "load_checkpoint", where, requirement, have, remedy, error=CheckpointError
+        )
 
 
 def _check_same(what: str, saved: str, current: str, remedy: str) -> None:
     requirement = f"be the one the checkpoint was made with ({saved[:12]}...)"
     value = f"{current[:12]}..."
-    require(saved == current, _NAME, what, requirement, value, remedy, error=CheckpointError)
+    require(
+        saved == current, "load_checkpoint", what, requirement, value, remedy, error=CheckpointError
+    )
 
 
 def _require_space(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -191,7 +212,7 @@ def _require_space(folder: Path, tensors: dict[str, Tensor]) -> None:
     free = shutil.disk_usage(folder).free
     require(
         free >= need,
-        _NAME,
+        "save_checkpoint",
         f"free space under {folder}",
         f"be at least {need} bytes",
         f"{free}",
@@ -208,13 +229,15 @@ def _explained(aside: Path | None) -> Iterator[None]:
     except (OSError, CheckpointException) as error:
         cause = _cause(error)
         if aside is None:
-            message = instruction(_NAME, "checkpoint", "be readable", cause)
+            message = instruction("load_checkpoint", "checkpoint", "be readable", cause)
             raise CheckpointError(message) from error
         shutil.rmtree(aside, ignore_errors=True)
         if isinstance(cause, KeyboardInterrupt):
             raise cause from None
         remedy = "Free the disk, then go on with --resume: the checkpoint before is untouched."
-        message = instruction(_NAME, str(aside.parent), "take a checkpoint", cause, remedy)
+        message = instruction(
+            "save_checkpoint", str(aside.parent), "take a checkpoint", cause, remedy
+        )
         raise CheckpointError(message) from error
 
 
@@ -228,7 +251,8 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
-def _remedy(checkpoint: Path) -> str:
+def remedy_for(checkpoint: Path) -> str:
+    """What to do about a checkpoint that cannot be used."""
     others = [path for path in _checkpoints(checkpoint.parent) if path < checkpoint]
     if others:
         return f"Delete {checkpoint} to go on from {others[-1].name}."

@@ -57,9 +57,7 @@ def keyed_parameters(model: nn.Module) -> list[KeyedParameter]:
         if name in prefix_of:
             prefix, own_name = prefix_of[name]
             keys = tuple(f"{prefix}.{expert}.{own_name}" for expert in range(len(parameter)))
-        keyed.append(
-            KeyedParameter(parameter=parameter, keys=keys, is_expert=name in prefix_of)
-        )
+        keyed.append(KeyedParameter(parameter=parameter, keys=keys, is_expert=name in prefix_of))
     return keyed
 
 

@@ -106,7 +106,9 @@ def _agreement(
         model.zero_grad(set_to_none=True)
     differences = {}
     for name, values in results.items():
-        parts = [_relative(value, want) for value, want in zip(values, results[names[0]], strict=True)]
+        parts = [
+            _relative(value, want) for value, want in zip(values, results[names[0]], strict=True)
+        ]
         for what, difference in zip(("logits", "gradients"), parts, strict=True):
             if not difference <= tolerance:
                 argument = f"{name}'s {what}"

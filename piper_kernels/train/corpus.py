@@ -76,14 +76,14 @@ def load_corpus(settings: TrainSettings) -> Corpus:
         need = f"hold a sequence of {settings.sequence_length + 1} tokens beside its held-out part"
         value = f"{len(text)} bytes, {longest} tokens in a row"
         remedy = "Give more text, or lower --sequence-length."
-        raise DataError(instruction("piper train", "data", need, value, remedy))
+        raise DataError(instruction("load_corpus", "data", need, value, remedy))
     return corpus
 
 
 def split_text(
     text: bytes, held_out_fraction: float, block_bytes: int = BLOCK_BYTES
 ) -> tuple[list[bytes], list[bytes]]:
-    """Hold out one block in ``N = round(1 / held_out_fraction)``; train on the runs between.
+    r"""Hold out one block in ``N = round(1 / held_out_fraction)``; train on the runs between.
 
     Blocks are consecutive text of about ``block_bytes`` (less if the text is shorter than N
     blocks) and end at a line end, so that neighbouring sentences stay on one side.
@@ -97,8 +97,8 @@ def split_text(
         ``(train_texts, held_out_texts)``; together they are the text.
 
     Example:
-        >>> split_text(b"a\\nb\\nc\\nd\\n", 0.5, block_bytes=2)
-        ([b'a\\n', b'c\\n'], [b'b\\n', b'd\\n'])
+        >>> split_text(b"a\nb\nc\nd\n", 0.5, block_bytes=2)
+        ([b'a\n', b'c\n'], [b'b\n', b'd\n'])
     """
     cycle = round(1 / held_out_fraction)
     num_cycles = max(1, len(text) // (cycle * block_bytes))

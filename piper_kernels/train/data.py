@@ -42,20 +42,20 @@ def standard_library_topics() -> list[str]:
     except ImportError:
         remedy = "Give text files with --data."
         message = instruction(
-            "piper train", "this Python", "carry pydoc_data.topics", "none", remedy
+            "standard_library_topics", "this Python", "carry pydoc_data.topics", "none", remedy
         )
         raise DataError(message) from None
     return [text for _, text in sorted(topics.items())]
 
 
 def drop_repeated_paragraphs(documents: Iterable[str]) -> list[str]:
-    """Keep the first copy of each paragraph, so that held-out text was not trained on.
+    r"""Keep the first copy of each paragraph, so that held-out text was not trained on.
 
     The standard library's topics share many passages: 20 % of their paragraphs are copies.
 
     Example:
-        >>> drop_repeated_paragraphs(["a\\n\\nb", "b\\n\\nc"])
-        ['a\\n\\nb', 'c']
+        >>> drop_repeated_paragraphs(["a\n\nb", "b\n\nc"])
+        ['a\n\nb', 'c']
     """
     seen: set[str] = set()
     kept: list[str] = []
@@ -85,7 +85,7 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
         suffixes = ", ".join(TEXT_SUFFIXES)
         require(
             bool(found),
-            "piper train",
+            "read_documents",
             "data",
             f"be a folder with files that end in {suffixes}",
             f"{path} without any",
@@ -99,17 +99,19 @@ def _decode(file: Path) -> str:
         data = file.read_bytes()
     except OSError as error:
         value = f"{file} ({error.strerror or error})"
-        raise DataError(instruction("piper train", "data", "be readable", value)) from None
+        raise DataError(instruction("read_documents", "data", "be readable", value)) from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         value = f"{file}, where byte {error.start} is 0x{data[error.start]:02x}"
         remedy = "Convert it to UTF-8, or leave it out."
-        raise DataError(instruction("piper train", "data", "be UTF-8 text", value, remedy)) from None
+        raise DataError(
+            instruction("read_documents", "data", "be UTF-8 text", value, remedy)
+        ) from None
     at = text.find("\0")
     value = f"{file}, which holds a NUL character at {at}"
     remedy = "Leave binary files out."
-    require(at < 0, "piper train", "data", "be text", value, remedy, error=DataError)
+    require(at < 0, "read_documents", "data", "be text", value, remedy, error=DataError)
     return text
 
 
@@ -125,20 +127,20 @@ def _json_text(file: Path, number: int, line: str, text_field: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         value = f"{error.msg} at column {error.colno}"
-        raise DataError(instruction("piper train", where, "be JSON", value)) from None
+        raise DataError(instruction("read_documents", where, "be JSON", value)) from None
     requirement = f"be an object with the key {text_field!r}"
     if not isinstance(record, dict):
         kind = type(record).__name__
-        raise DataError(instruction("piper train", where, requirement, f"a {kind}"))
+        raise DataError(instruction("read_documents", where, requirement, f"a {kind}"))
     if text_field not in record:
         remedy = f"{did_you_mean(text_field, record)} Set --text-field."
         value = f"the keys {', '.join(record) or '(none)'}"
-        raise DataError(instruction("piper train", where, requirement, value, remedy))
+        raise DataError(instruction("read_documents", where, requirement, value, remedy))
     value = record[text_field]
     kind = type(value).__name__
     require(
         isinstance(value, str),
-        "piper train",
+        "read_documents",
         where,
         f"hold text under {text_field!r}",
         f"a {kind}",

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from piper_kernels.errors import CheckpointError, instruction
 
+# what transformers calls an experts module with
+_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
-def expert_modules(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+
+def expert_modules(model: nn.Module) -> dict[int, tuple[str, Any]]:
     """The modules that hold expert weights, by the number of their layer in the model.
 
     They are the classes that transformers decorates with ``use_experts_implementation``.
@@ -25,7 +28,7 @@ def expert_modules(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     Example:
         ``{0: ("model.layers.0.mlp.experts", ...), 1: ("model.layers.1.mlp.experts", ...)}``
     """
-    found: dict[int, tuple[str, nn.Module]] = {}
+    found: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules():
         if not hasattr(module, "_is_expert_parallel"):
             continue
@@ -50,6 +53,7 @@ class ExpertCounter:
     Attributes:
         layers: layer number of each row of ``counts``.
         counts: ``[num_layers, E]`` int64, rows since the last ``take()``.
+        routed: per layer, ``(expert_ids [T, K], gates [T, K])`` of the last counted forward pass.
 
     Example:
         >>> counter = ExpertCounter(model)  # doctest: +SKIP
@@ -63,11 +67,12 @@ class ExpertCounter:
         modules = expert_modules(model)
         self.layers = list(modules)
         self._is_counting = False
-        num_experts = max((module.num_experts for _, module in modules.values()), default=0)
+        num_experts = max(module.num_experts for _, module in modules.values())
         first = next(model.parameters())
-        self.counts = torch.zeros(len(modules), int(num_experts), dtype=torch.int64).to(first.device)
+        self.counts = torch.zeros(len(modules), num_experts, dtype=torch.int64).to(first.device)
+        self.routed: dict[int, tuple[Tensor, Tensor]] = {}
         for row, (_, module) in enumerate(modules.values()):
-            module.register_forward_pre_hook(self._hook(self.counts[row]), with_kwargs=True)
+            module.register_forward_pre_hook(self._hook(row), with_kwargs=True)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -82,13 +87,18 @@ class ExpertCounter:
         """The counts since the last call, as ``[num_layers][E]``, and start from zero."""
         counts: list[list[int]] = self.counts.tolist()
         self.counts.zero_()
+        self.routed.clear()
         return counts
 
-    def _hook(self, counts: Tensor) -> Any:
+    def _hook(self, row: int) -> Any:
+        counts, layer = self.counts[row], self.layers[row]
+
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_counting:
-                expert_ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
+                given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+                expert_ids = given["top_k_index"]
                 slots = expert_ids.reshape(-1)
                 counts.scatter_add_(0, slots, torch.ones_like(slots))
+                self.routed[layer] = (expert_ids, given["top_k_weights"].detach())
 
         return count

@@ -1,4 +1,4 @@
-"""Flags and TOML for ``TrainSettings``: both are made from the class, so they cannot drift apart."""
+"""Flags and TOML for ``TrainSettings``, both made from the class: they cannot drift apart."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         kind = _container(field)
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
-        elif kind in {list, dict}:
+        elif kind in {tuple, dict}:
             options |= {"nargs": "+", "metavar": "KEY=VALUE" if kind is dict else "PATH"}
         else:
             options["metavar"] = _metavar(field)
@@ -42,9 +42,12 @@ def stated_settings(arguments: argparse.Namespace, config: Path | None) -> dict[
     Raises:
         ConfigError: if the file cannot be read, or a KEY=VALUE flag has no ``=``.
     """
-    flags = {name: vars(arguments)[name] for name in TrainSettings.model_fields if name in arguments}
-    if "model_override" in flags:
-        flags["model_override"] = dict(map(_key_and_value, flags["model_override"]))
+    given = vars(arguments)
+    flags = {
+        name: _value(field, given[name])
+        for name, field in TrainSettings.model_fields.items()
+        if name in given
+    }
     return (_read_toml(config) if config else {}) | flags
 
 
@@ -70,9 +73,9 @@ def _flag(name: str) -> str:
 
 
 def _container(field: FieldInfo) -> type:
-    """bool, list or dict, else str: argparse hands plain words on and pydantic converts them."""
+    """bool, tuple or dict; str for a single word."""
     annotation = typing.get_origin(field.annotation) or field.annotation
-    return annotation if annotation in {bool, list, dict} else str
+    return annotation if annotation in {bool, tuple, dict} else str
 
 
 def _metavar(field: FieldInfo) -> str:
@@ -87,15 +90,27 @@ def _metavar(field: FieldInfo) -> str:
 
 def _help(field: FieldInfo) -> str:
     default = field.default
-    is_shown = not isinstance(default, bool) and default not in (None, [], {})
+    is_shown = not isinstance(default, bool) and default not in (None, (), {})
     shown = f" (default: {default})" if is_shown else ""
     return f"{field.description}{shown}".replace("%", "%%")
+
+
+def _value(field: FieldInfo, words: Any) -> Any:
+    """What a flag says, as a JSON value; a word that is no number stays a word, and is refused."""
+    if _container(field) is dict:
+        return dict(map(_key_and_value, words))
+    if field.annotation not in (int, float):
+        return words
+    try:
+        return field.annotation(words)
+    except ValueError:
+        return words
 
 
 def _key_and_value(word: str) -> tuple[str, Any]:
     key, equals, value = word.partition("=")
     remedy = "Write e.g. --model-override num_experts=16."
-    require(bool(key and equals), "piper train", "model_override", "be KEY=VALUE", repr(word), remedy)
+    require(bool(key and equals), "settings", "model_override", "be KEY=VALUE", repr(word), remedy)
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
@@ -109,15 +124,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
         reason = error.strerror or str(error)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = str(error)
-    message = instruction("piper train", "config", "be a readable TOML file", f"{path} ({reason})")
+    message = instruction("settings", "config", "be a readable TOML file", f"{path} ({reason})")
     raise ConfigError(message)
 
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, Mapping):
-        pairs = (f"{json.dumps(key)} = {_toml_value(item)}" for key, item in value.items())
+        pairs = (f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     # a JSON string, number or boolean reads the same in TOML
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)

@@ -8,6 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from piper_kernels.errors import TrainingError, instruction
+from piper_kernels.train.balancing import (
+    correction_biases,
+    mean_balance_loss,
+    update_correction_biases,
+)
 from piper_kernels.train.evaluate import autocast, summed_cross_entropy
 from piper_kernels.train.expert_counts import ExpertCounter
 from piper_kernels.train.metrics import StepRecord
@@ -29,6 +34,7 @@ class Trainer:
         tokens_per_byte: turns nats per token into nats per byte.
         step: optimizer steps done.
         counter: which experts were chosen.
+        correction_biases: ``[E]`` per layer, of models that balance without a loss; else empty.
     """
 
     model: nn.Module
@@ -38,9 +44,11 @@ class Trainer:
     tokens_per_byte: float
     step: int = 0
     counter: ExpertCounter = field(init=False)
+    correction_biases: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.counter = ExpertCounter(self.model)
+        self.correction_biases = correction_biases(self.model)
 
     @property
     def samples_drawn(self) -> int:
@@ -65,6 +73,9 @@ class Trainer:
         self._require_finite("grad_norm", grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.correction_biases:
+            speed = settings.correction_bias_speed
+            update_correction_biases(self.correction_biases, self.counter, speed)
         self.step += 1
         return StepRecord(
             step=self.step,
@@ -88,25 +99,26 @@ class Trainer:
         device = next(self.model.parameters()).device
         num_targets = windows.shape[0] * settings.sequence_length
         total, total_balance = torch.zeros((), device=device), torch.zeros((), device=device)
+        wants_balance = settings.balance_loss_weight > 0 and not self.correction_biases
         balance = None
         for microbatch in windows.split(settings.microbatch_size):
             window = microbatch.to(device)
             with self.counter.counting(), autocast(settings, device):
-                logits, balance = forward_logits(
-                    self.model, window[:, :-1], wants_balance_loss=settings.balance_loss_weight > 0
+                logits, router_logits = forward_logits(
+                    self.model, window[:, :-1], wants_router_logits=wants_balance
                 )
             loss = summed_cross_entropy(logits, window[:, 1:]) / num_targets
-            objective = loss
-            if balance is not None:
-                objective = loss + settings.balance_loss_weight * balance / settings.accumulate
-                total_balance += balance.detach() / settings.accumulate
-            objective.backward()
             total += loss.detach()
+            if router_logits is not None:
+                balance = mean_balance_loss(router_logits, self.counter) / settings.accumulate
+                total_balance += balance.detach()
+                loss = loss + settings.balance_loss_weight * balance
+            loss.backward()
         return float(total), None if balance is None else float(total_balance)
 
     def _require_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):
             where = f"{name} of step {self.step + 1}"
             remedy = "Lower --learning-rate or --clip-norm, or resume from the last checkpoint."
-            message = instruction("piper train", where, "be a finite number", value, remedy)
+            message = instruction("train_step", where, "be a finite number", value, remedy)
             raise TrainingError(message)

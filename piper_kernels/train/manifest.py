@@ -5,14 +5,11 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
-from piper_kernels.errors import CheckpointError, instruction, require
-from piper_kernels.strict import StrictModel
+from piper_kernels.errors import CheckpointError, ConfigError, instruction, require
+from piper_kernels.strict_model import StrictModel
 
 MANIFEST = "checkpoint.json"
-FORMAT = "piper-train-checkpoint"
-_NAME = "piper train"
+_NAME = "load_checkpoint"
 
 
 class FileRecord(StrictModel):
@@ -36,7 +33,7 @@ class Manifest(StrictModel):
         files: every other file of the folder.
     """
 
-    format: Literal["piper-train-checkpoint"] = FORMAT
+    format: Literal["piper-train-checkpoint"] = "piper-train-checkpoint"
     version: Literal[1] = 1
     step: int
     settings: dict[str, Any]
@@ -46,8 +43,8 @@ class Manifest(StrictModel):
     files: dict[str, FileRecord]
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
-    """Read ``checkpoint.json``.
+def read_manifest(checkpoint: Path, remedy: str) -> Manifest:
+    """Read ``checkpoint.json``; ``remedy`` ends an error.
 
     Raises:
         CheckpointError: if the folder is no checkpoint of piper train, or the file is damaged.
@@ -55,21 +52,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / MANIFEST
     requirement = "be a checkpoint of piper train"
     try:
-        text = path.read_text(encoding="utf-8")
+        return Manifest.from_json(path.read_text(encoding="utf-8"), source=MANIFEST)
     except OSError as error:
         value = f"{checkpoint} without a readable {MANIFEST} ({error.strerror})"
-        raise CheckpointError(instruction(_NAME, "checkpoint", requirement, value)) from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(
-            instruction(_NAME, str(path), "be JSON", f"bytes that are not text ({error.reason})")
-        ) from None
-    try:
-        return Manifest.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        value = f"{path}, where {where}: {first['msg']}"
-        raise CheckpointError(instruction(_NAME, "checkpoint", requirement, value)) from None
+    except (UnicodeDecodeError, ConfigError) as error:
+        value = f"{checkpoint} ({str(error).splitlines()[0]})"
+    raise CheckpointError(instruction(_NAME, "checkpoint", requirement, value, remedy))
 
 
 def describe_files(folder: Path) -> dict[str, FileRecord]:

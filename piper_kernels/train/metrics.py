@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from piper_kernels.errors import DataError, instruction
+from piper_kernels.errors import DataError, instruction, require
+
+_REMEDY = "Restore the file, or start anew with --overwrite."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,8 +18,8 @@ class StepRecord:
     Attributes:
         step: 1 for the first.
         loss: cross-entropy of the batch before the step, nats per byte of text.
-        balance_loss: the load-balancing loss before its weight (top_k when balanced), averaged over
-            microbatches; ``None`` if the model has none.
+        balance_loss: the load-balancing loss before its weight (top_k when balanced), a mean over
+            layers and microbatches; ``None`` if the model balances without a loss.
         learning_rate: of this step.
         grad_norm: L2 norm of all gradients before clipping.
         tokens: tokens trained on since the first step, this one included.
@@ -60,18 +62,19 @@ class MetricsFile:
         last_step: keep the records up to this step and drop the rest, half-written lines included.
 
     Raises:
-        DataError: if a kept line is not a record.
+        DataError: if a kept line is not a record, or step ``last_step`` is missing.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
-        self._path = path
         path.touch()
-        kept_bytes = 0
-        for line in path.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n") or _parse(path, line).step > last_step:
-                break
-            kept_bytes += len(line)
-        os.truncate(path, kept_bytes)
+        kept = [record for record in read_metrics(path) if record.step <= last_step]
+        steps = [record.step for record in kept]
+        requirement = f"hold the steps 1 to {last_step}"
+        value = f"{len(steps)} of them"
+        is_whole = steps == list(range(1, last_step + 1))
+        require(is_whole, "MetricsFile", str(path), requirement, value, _REMEDY, error=DataError)
+        lines = path.read_bytes().splitlines(keepends=True)
+        os.truncate(path, sum(map(len, lines[: len(kept)])))
         self._stream = path.open("a", encoding="utf-8")
 
     def append(self, record: StepRecord) -> None:
@@ -117,6 +120,6 @@ def _parse(path: Path, line: bytes) -> StepRecord:
         return StepRecord(**json.loads(line))
     except (ValueError, TypeError) as error:
         value = f"{line[:80]!r} ({error})"
-        remedy = "Restore the file, or start anew with --overwrite."
-        message = instruction("piper train", str(path), "hold one record per line", value, remedy)
+        requirement = "hold one record per line"
+        message = instruction("read_metrics", str(path), requirement, value, _REMEDY)
         raise DataError(message) from None

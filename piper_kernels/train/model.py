@@ -1,6 +1,5 @@
 """A Hugging Face causal MoE model from a configuration. Nothing is downloaded."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from piper_kernels.errors import ConfigError, did_you_mean, instruction, require
+from piper_kernels.strict_model import digest_of
 from piper_kernels.train.expert_counts import expert_modules
 from piper_kernels.train.families import FAMILIES
 from piper_kernels.train.settings import TrainSettings
-
-_NAME = "piper train"
 
 
 def build_model(settings: TrainSettings, vocab_size: int, device: torch.device) -> nn.Module:
@@ -42,19 +40,20 @@ def build_model(settings: TrainSettings, vocab_size: int, device: torch.device) 
     except Exception as error:
         value = f"{settings.model} with {settings.model_override} ({_first_line(error)})"
         requirement = "be a causal language model that can be built"
-        raise ConfigError(instruction(_NAME, "model", requirement, value)) from error
+        raise ConfigError(instruction("build_model", "model", requirement, value)) from error
     require(
         bool(expert_modules(model)),
-        _NAME,
+        "build_model",
         "model",
         "have experts that Hugging Face can switch",
         settings.model,
         "Choose another model type.",
     )
     if settings.checkpoint_activations:
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+        # its name before transformers 5.24 was gradient_checkpointing_enable
+        old = "gradient_checkpointing_enable"
+        enable = getattr(model, "activation_checkpointing_enable", getattr(model, old))
+        enable({"use_reentrant": False})
     return model.to(device).train()
 
 
@@ -78,12 +77,14 @@ def build_config(settings: TrainSettings, vocab_size: int) -> Any:
             requirement = f"be an entry of {model_type}'s configuration"
             remedy = did_you_mean(key, known)
             argument = f"model_override {key}"
-            raise ConfigError(instruction(_NAME, argument, requirement, repr(value), remedy))
+            raise ConfigError(
+                instruction("build_config", argument, requirement, repr(value), remedy)
+            )
     try:
         config = AutoConfig.for_model(model_type, **{**entries, **settings.model_override})
     except Exception as error:
         value = f"{settings.model_override} ({_first_line(error)})"
-        raise ConfigError(instruction(_NAME, "model_override", "fit", value)) from error
+        raise ConfigError(instruction("build_config", "model_override", "fit", value)) from error
     _check_config(config, settings, vocab_size)
     return config
 
@@ -96,7 +97,9 @@ def check_experts_implementation(name: str) -> None:
     if name not in known:
         requirement = f"be one of {', '.join(known)}"
         raise ConfigError(
-            instruction(_NAME, "experts", requirement, repr(name), did_you_mean(name, known))
+            instruction(
+                "build_model", "experts", requirement, repr(name), did_you_mean(name, known)
+            )
         )
 
 
@@ -110,11 +113,11 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = name.partition(":")
     is_known = kind in {"cpu", "cuda"} and (not index or index.isdecimal())
-    require(is_known, _NAME, "device", "be auto, cpu, cuda or cuda:N", repr(name))
+    require(is_known, "choose_device", "device", "be auto, cpu, cuda or cuda:N", repr(name))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     require(
         kind == "cpu" or int(index or 0) < count,
-        _NAME,
+        "choose_device",
         "device",
         f"be one of this machine's {count} CUDA devices",
         repr(name),
@@ -123,32 +126,23 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def has_balance_loss(model: Any) -> bool:
-    """Whether the model's forward can return a load-balancing loss."""
-    return hasattr(model.config, "router_aux_loss_coef") and hasattr(
-        model.config, "output_router_logits"
-    )
-
-
 def forward_logits(
-    model: nn.Module, inputs: Tensor, *, wants_balance_loss: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    model: Any, inputs: Tensor, *, wants_router_logits: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
     """Run the model.
 
     Args:
         model: from ``build_model``.
         inputs: ``[B, S]`` int64 token ids.
-        wants_balance_loss: ask for the load-balancing loss, where the model has one.
+        wants_router_logits: ask for the routers' outputs, where the model can return them.
 
     Returns:
-        Logits ``[B, S, vocab]``, and the balance loss (a scalar, top_k when balanced) or ``None``.
+        Logits ``[B, S, vocab]``; per layer with experts the router's ``[B * S, E]``, or ``None``.
     """
-    options: dict[str, Any] = {"use_cache": False}
-    is_asked = wants_balance_loss and has_balance_loss(model)
-    if is_asked:
-        options["output_router_logits"] = True
-    outputs = model(input_ids=inputs, **options)
-    return outputs.logits, getattr(outputs, "aux_loss", None)
+    is_asked = wants_router_logits and hasattr(model.config, "output_router_logits")
+    options = {"output_router_logits": True} if is_asked else {}
+    outputs = model(input_ids=inputs, use_cache=False, **options)
+    return outputs.logits, getattr(outputs, "router_logits", None) or None
 
 
 def model_digest(model: Any) -> str:
@@ -156,18 +150,20 @@ def model_digest(model: Any) -> str:
     config = model.config.to_diff_dict()
     config.pop("transformers_version", None)
     tensors = {
-        name: [list(tensor.shape), str(tensor.dtype)]
-        for name, tensor in sorted(model.state_dict().items())
+        name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in model.state_dict().items()
     }
-    described = json.dumps([config, tensors], sort_keys=True, default=str)
-    return hashlib.sha256(described.encode()).hexdigest()
+    return digest_of(
+        json.dumps(config, sort_keys=True, default=str), json.dumps(tensors, sort_keys=True)
+    )
 
 
 def _built_in(model_type: str) -> dict[str, Any]:
     if model_type not in FAMILIES:
         requirement = f"be a config.json or one of {', '.join(sorted(FAMILIES))}"
         remedy = did_you_mean(model_type, FAMILIES)
-        raise ConfigError(instruction(_NAME, "model", requirement, repr(model_type), remedy))
+        raise ConfigError(
+            instruction("build_config", "model", requirement, repr(model_type), remedy)
+        )
     # byte tokens have no special ones, and a base model needs none
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return FAMILIES[model_type] | special
@@ -180,7 +176,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         value = f"{path} ({_first_line(error)})"
-        message = instruction(_NAME, "model", "be a readable config.json", value)
+        message = instruction("build_config", "model", "be a readable config.json", value)
         raise ConfigError(message) from None
     model_type = entries.get("model_type") if isinstance(entries, dict) else None
     known = list(CONFIG_MAPPING.keys())
@@ -188,7 +184,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         requirement = "name a model_type that transformers knows"
         remedy = did_you_mean(str(model_type), known) if model_type else ""
         value = f"{model_type!r} in {path}"
-        raise ConfigError(instruction(_NAME, "model", requirement, value, remedy))
+        raise ConfigError(instruction("build_config", "model", requirement, value, remedy))
     return dict(entries)
 
 
@@ -200,7 +196,7 @@ def _entries_of(config: Any) -> set[str]:
 def _check_config(config: Any, settings: TrainSettings, vocab_size: int) -> None:
     require(
         config.vocab_size >= vocab_size,
-        _NAME,
+        "build_config",
         "vocab_size",
         f"be at least {vocab_size}, the number of token ids",
         config.vocab_size,
@@ -209,7 +205,7 @@ def _check_config(config: Any, settings: TrainSettings, vocab_size: int) -> None
     longest = getattr(config, "max_position_embeddings", None) or settings.sequence_length
     require(
         settings.sequence_length <= longest,
-        _NAME,
+        "build_config",
         "sequence_length",
         f"be at most the model's max_position_embeddings = {longest}",
         settings.sequence_length,

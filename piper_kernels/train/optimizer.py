@@ -10,7 +10,8 @@ from piper_kernels.train.settings import TrainSettings
 
 def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
     """AdamW over all parameters; vectors and biases (norms, expert biases) are not decayed."""
-    decayed, free = [], []
+    decayed: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_free = parameter.ndim < 2 or name.endswith("bias")

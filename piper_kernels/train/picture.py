@@ -70,11 +70,8 @@ def _draw_loss(axes: Any, records: Sequence[StepRecord], entropies: NgramEntropi
     evaluated = [(r.step, r.held_out_loss) for r in records if r.held_out_loss is not None]
     if evaluated:
         xs, ys = zip(*evaluated, strict=True)
-        axes.plot(xs, ys, color=_HELD_OUT, linewidth=1.8, marker="o", markersize=4, label="held out")
-        label = f"{ys[-1]:.2f}"
-        axes.annotate(
-            label, (xs[-1], ys[-1]), (0, -14), textcoords="offset points", color=_HELD_OUT, ha="right"
-        )
+        label = f"held out, {ys[-1]:.2f} at the end"
+        axes.plot(xs, ys, color=_HELD_OUT, linewidth=1.8, marker="o", markersize=4, label=label)
     for name in ("uniform", "unigram", "bigram", "trigram"):
         value = getattr(entropies, name)
         axes.axhline(value, color=_MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
@@ -90,7 +87,7 @@ def _draw_loss(axes: Any, records: Sequence[StepRecord], entropies: NgramEntropi
         )
     axes.set(xlabel="step", ylabel="nats per byte", title="Loss", ylim=(0.0, None))
     axes.set_xlim(0, max(2, steps[-1]))
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.9))
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -101,7 +98,13 @@ def _draw_load(
     num_experts = len(load) // len(layers)
     extent = (records[0].step - 0.5, records[-1].step + 0.5, len(load) - 0.5, -0.5)
     image = axes.imshow(
-        load, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=0.0, vmax=2.0, extent=extent
+        load,
+        aspect="auto",
+        interpolation="nearest",
+        cmap="RdBu_r",
+        vmin=0.0,
+        vmax=2.0,
+        extent=extent,
     )
     for boundary in range(1, len(layers)):
         axes.axhline(boundary * num_experts - 0.5, color=_INK, linewidth=0.8)

@@ -7,18 +7,17 @@ from typing import TextIO
 
 from piper_kernels.errors import CheckpointError, instruction, require
 
-_NAME = "piper train"
-_MARK = "settings.toml"
+_NAME = "RunFolder"
+_MARK, _LOCK = "settings.toml", ".lock"
 
 
 class RunFolder:
-    """Opens a run's folder for one process at a time.
+    """Opens a run's folder for one process at a time; nothing in it is touched before ``start``.
 
     Args:
         path: the folder; made if it is missing.
         is_resumed: the folder must hold a run.
-        may_overwrite: delete the run that the folder holds. Only files of a run are deleted, and
-            only in a folder that is marked as one.
+        may_overwrite: the folder may hold a run, which ``start`` deletes.
 
     Raises:
         CheckpointError: if the folder holds a run and neither is asked for, holds something else,
@@ -37,8 +36,15 @@ class RunFolder:
         self._check(is_resumed, may_overwrite)
         path.mkdir(parents=True, exist_ok=True)
         self._lock = self._take_lock()
-        if may_overwrite and not is_resumed:
-            self._clear()
+
+    def start(self, settings_text: str) -> None:
+        """Delete the files of the run before, if any, and mark the folder as a run."""
+        for part in (self.checkpoints, self.model):
+            if part.exists():
+                shutil.rmtree(part)
+        for file in (self.metrics, self.picture, self.sample, self.summary):
+            file.unlink(missing_ok=True)
+        self.settings.write_text(settings_text, encoding="utf-8")
 
     def close(self) -> None:
         """Let other processes use the folder."""
@@ -46,17 +52,14 @@ class RunFolder:
 
     def _check(self, is_resumed: bool, may_overwrite: bool) -> None:
         path = self.path
-        holds_run = self.settings.exists()
         if path.exists() and not path.is_dir():
             raise CheckpointError(instruction(_NAME, "out", "be a folder", f"the file {path}"))
+        holds_run = self.settings.exists()
         if is_resumed:
             remedy = "Name the run's folder with --out, or start one without --resume."
-            holds = self.checkpoints.exists()
-            require(
-                holds, _NAME, "out", "hold a run", str(path), remedy, error=CheckpointError
-            )
+            require(holds_run, _NAME, "out", "hold a run", str(path), remedy, error=CheckpointError)
             return
-        is_used = path.exists() and any(path.iterdir())
+        is_used = path.exists() and any(entry.name != _LOCK for entry in path.iterdir())
         requirement = "be an empty or a new folder"
         if is_used and holds_run and not may_overwrite:
             remedy = "Go on with --resume, delete that run with --overwrite, or choose another."
@@ -70,7 +73,7 @@ class RunFolder:
 
     def _take_lock(self) -> TextIO:
         """Hold the folder until this process ends, however it ends."""
-        lock = (self.path / ".lock").open("w")
+        lock = (self.path / _LOCK).open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -80,11 +83,3 @@ class RunFolder:
             message = instruction(_NAME, "out", "be free", value, remedy)
             raise CheckpointError(message) from None
         return lock
-
-    def _clear(self) -> None:
-        # the mark goes last, so that an interrupted clearing can be repeated
-        for part in (self.checkpoints, self.model):
-            if part.exists():
-                shutil.rmtree(part)
-        for file in (self.metrics, self.picture, self.sample, self.summary, self.settings):
-            file.unlink(missing_ok=True)

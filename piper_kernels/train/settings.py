@@ -1,13 +1,14 @@
 """Every setting of a training run, once: TOML keys and flags are both made from this class."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from piper_kernels.errors import ConfigError, instruction, require
-from piper_kernels.strict import StrictModel, parse_strict
+from piper_kernels.strict_model import StrictModel
 
 Precision = Literal["fp32", "bf16"]
 Scalar = bool | int | float | str
@@ -15,7 +16,7 @@ Scalar = bool | int | float | str
 
 def _setting(group: str, default: Any, text: str, *, is_free: bool = False, **limits: Any) -> Any:
     """Declare a setting; ``is_free`` ones may change on --resume: they do not change the curve."""
-    extra = {"group": group, "is_free": is_free}
+    extra: dict[str, JsonValue] = {"group": group, "is_free": is_free}
     return Field(default=default, description=text, json_schema_extra=extra, **limits)
 
 
@@ -30,9 +31,12 @@ class TrainSettings(StrictModel):
         4
     """
 
-    data: list[Path] = _setting(
+    # a default of Path or tuple is no JSON value
+    model_config = ConfigDict(validate_default=False)
+
+    data: tuple[Path, ...] = _setting(
         "data",
-        [],
+        (),
         "text files, .jsonl files or folders of them; none: the documentation topics that "
         "every Python carries",
         is_free=True,
@@ -56,9 +60,20 @@ class TrainSettings(StrictModel):
     model_override: dict[str, Scalar] = _setting(
         "model", {}, "entries of the model's configuration to change, e.g. num_experts=16"
     )
-    experts: str = _setting("model", "grouped_mm", "experts implementation: piper, grouped_mm, eager")
+    experts: str = _setting(
+        "model", "grouped_mm", "experts implementation: piper, grouped_mm, eager"
+    )
     balance_loss_weight: float = _setting(
-        "model", 0.01, "weight of the load-balancing loss, where the model has one", ge=0.0
+        "model",
+        0.01,
+        "weight of the load-balancing loss; models with a correction bias have none",
+        ge=0.0,
+    )
+    correction_bias_speed: float = _setting(
+        "model",
+        1e-3,
+        "step of the loss-free balancing of models with one, like DeepSeek-V3",
+        ge=0.0,
     )
     precision: Precision = _setting(
         "model", "fp32", "bf16: autocast to bfloat16; weights and moments stay float32"
@@ -91,9 +106,7 @@ class TrainSettings(StrictModel):
     clip_norm: float = _setting("optimizer", 1.0, "largest gradient norm", gt=0.0)
 
     out: Path = _setting("run", Path("runs/train"), "folder of the run", is_free=True)
-    checkpoint_every: int = _setting(
-        "run", 100, "steps between checkpoints", is_free=True, ge=1
-    )
+    checkpoint_every: int = _setting("run", 100, "steps between checkpoints", is_free=True, ge=1)
     keep_checkpoints: int = _setting(
         "run", 2, "how many checkpoints stay on disk", is_free=True, ge=1
     )
@@ -112,9 +125,9 @@ class TrainSettings(StrictModel):
 
     @field_validator("data", mode="after")
     @classmethod
-    def _absolute_paths(cls, paths: list[Path]) -> list[Path]:
+    def _absolute_paths(cls, paths: tuple[Path, ...]) -> tuple[Path, ...]:
         # a run may be resumed from another folder
-        return [path.expanduser().absolute() for path in paths]
+        return tuple(path.expanduser().absolute() for path in paths)
 
     @field_validator("tokenizer", mode="after")
     @classmethod
@@ -128,7 +141,7 @@ class TrainSettings(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        name = "piper train"
+        name = "TrainSettings"
         require(
             self.batch_size % self.accumulate == 0,
             name,
@@ -151,6 +164,16 @@ class TrainSettings(StrictModel):
         return self.batch_size // self.accumulate
 
 
+def settings_from(values: Mapping[str, Any], source: str) -> TrainSettings:
+    """Check settings given as JSON values; what is not named keeps its default.
+
+    Raises:
+        ConfigError: beginning with ``source``, one line for each setting that is unknown (with the
+            nearest known name) or has a value that cannot work.
+    """
+    return TrainSettings.from_json(json.dumps(values, default=str), source)
+
+
 def resumed_settings(saved: Mapping[str, Any], stated: Mapping[str, Any]) -> TrainSettings:
     """The settings of a run that goes on: the saved ones, with those free to change as stated.
 
@@ -161,15 +184,15 @@ def resumed_settings(saved: Mapping[str, Any], stated: Mapping[str, Any]) -> Tra
     Raises:
         ConfigError: naming a setting that would change what is learnt, with both values.
     """
-    name = "piper train --resume"
-    before = parse_strict(TrainSettings, saved, "checkpoint")
-    after = parse_strict(TrainSettings, {**saved, **stated}, name)
+    name = "resume"
+    before = settings_from(saved, "checkpoint")
+    after = settings_from({**saved, **stated}, name)
     for setting in stated:
         old, new = getattr(before, setting), getattr(after, setting)
         if old != new and not is_free(setting):
             remedy = "Leave it out, or start a new run with --out."
-            requirement = f"stay as in the checkpoint ({old!r})"
-            raise ConfigError(instruction(name, setting, requirement, repr(new), remedy))
+            requirement = f"stay as in the checkpoint ({str(old)!r})"
+            raise ConfigError(instruction(name, setting, requirement, repr(str(new)), remedy))
     return after
 
 

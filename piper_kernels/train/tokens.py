@@ -62,7 +62,7 @@ class FolderTokens:
         requirement = "be a folder with a tokenizer"
         if not folder.is_dir():
             value = f"{folder}, which is no folder"
-            raise DataError(instruction("piper train", "tokenizer", requirement, value, remedy))
+            raise DataError(instruction("FolderTokens", "tokenizer", requirement, value, remedy))
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
@@ -70,7 +70,7 @@ class FolderTokens:
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0]
             value = f"{folder} ({reason})"
-            message = instruction("piper train", "tokenizer", requirement, value, remedy)
+            message = instruction("FolderTokens", "tokenizer", requirement, value, remedy)
             raise DataError(message) from error
         self.vocab_size = len(self._tokenizer)
 
