@@ -178,29 +178,26 @@ def step_line(record: StepRecord, pace: Pace, num_steps: int) -> str:
     held_out = "" if record.held_out_loss is None else f"  held out {record.held_out_loss:.3f}"
     return (
         f"step {record.step:>6}/{num_steps}  loss {record.loss:.3f}"
-        f"  {pace.tokens_per_s:>9,.0f} tokens/s  busiest expert {max(record.imbalance):.2f}x"
+        f"  {pace.tokens_per_s:>9,.0f} tokens/s  busiest {max(record.imbalance):.2f}x"
         f"  {_clock(pace.remaining_s)} left{held_out}"
     )
 
 
-def expert_balance(record: StepRecord, layers: list[int]) -> Table:
+def expert_balance(record: StepRecord, layers: list[int]) -> Group:
     """Per layer, the busiest expert's rows over the mean, as a number and a bar.
 
     A model of many layers shows the least balanced ones.
     """
-    worst = sorted(zip(record.imbalance, layers, strict=True), reverse=True)[:_MAX_LAYERS]
     title = "expert balance: busiest expert over the mean (1.0 is even)"
     if len(layers) > _MAX_LAYERS:
         title = f"{title}, the {_MAX_LAYERS} least even of {len(layers)} layers"
+    worst = sorted(zip(record.imbalance, layers, strict=True), reverse=True)[:_MAX_LAYERS]
     table = Table.grid(padding=(0, 2))
-    table.title = title
-    table.title_justify = "left"
-    table.title_style = "dim"
     num_experts = len(record.expert_counts[0])
     for imbalance, layer in sorted(worst, key=lambda pair: pair[1]):
         bar = ProgressBar(total=num_experts, completed=imbalance, width=_BAR_COLUMNS)
         table.add_row(f"layer {layer}", f"{imbalance:.2f}", bar)
-    return table
+    return Group(Text(title, style="dim"), table)
 
 
 def _width(console: Console) -> int:

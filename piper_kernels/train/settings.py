@@ -11,7 +11,6 @@ from piper_kernels.errors import ConfigError, instruction, require
 from piper_kernels.strict_model import StrictModel
 
 Precision = Literal["fp32", "bf16"]
-Scalar = bool | int | float | str
 
 
 def _setting(group: str, default: Any, text: str, *, is_free: bool = False, **limits: Any) -> Any:
@@ -57,7 +56,7 @@ class TrainSettings(StrictModel):
     model: str = _setting(
         "model", "olmoe", "a model type with a small built-in size, or the path of a config.json"
     )
-    model_override: dict[str, Scalar] = _setting(
+    model_override: dict[str, JsonValue] = _setting(
         "model", {}, "entries of the model's configuration to change, e.g. num_experts=16"
     )
     experts: str = _setting(

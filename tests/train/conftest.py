@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from piper_kernels.train.loop import Trainer
+from piper_kernels.train.run import build_run
 from piper_kernels.train.settings import TrainSettings, settings_from
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -50,5 +52,15 @@ def tiny_settings(text_file: Path, tmp_path: Path) -> Callable[..., TrainSetting
             "out": str(tmp_path / "run"),
         }
         return settings_from(values | changes, "test")
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(tiny_settings: Callable[..., TrainSettings]) -> Callable[..., Trainer]:
+    """A trainer at step 0 of a tiny run; keywords change its settings."""
+
+    def make(**changes: Any) -> Trainer:
+        return build_run(tiny_settings(**changes), checkpoint=None).trainer
 
     return make

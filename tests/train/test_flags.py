@@ -85,7 +85,7 @@ def test_settings_toml_reads_back_equal() -> None:
     settings = settings_from(
         {
             "data": ['/a "quoted" b', "/c"],
-            "model_override": {"num_experts": 16, "hidden_act": "gelu", "attention_bias": True},
+            "model_override": {"num_experts": 16, "act": "gelu", "bias": True, "types": ["a", "b"]},
             "epsilon": 1e-9,
             "prompt": "one\ntwo \N{GRINNING FACE}",
         },
