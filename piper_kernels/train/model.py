@@ -93,6 +93,9 @@ def check_experts_implementation(name: str) -> None:
     """Raise ``ConfigError`` unless transformers knows experts by this name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    # importing it registers "piper"
+    import piper_kernels.huggingface  # noqa: F401
+
     known = ["eager", *ALL_EXPERTS_FUNCTIONS.valid_keys()]
     if name not in known:
         requirement = f"be one of {', '.join(known)}"

@@ -60,7 +60,7 @@ class TrainSettings(StrictModel):
         "model", {}, "entries of the model's configuration to change, e.g. num_experts=16"
     )
     experts: str = _setting(
-        "model", "grouped_mm", "experts implementation: piper, grouped_mm, eager"
+        "model", "piper", "experts implementation: piper, grouped_mm, eager, ..."
     )
     balance_loss_weight: float = _setting(
         "model",

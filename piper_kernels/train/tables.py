@@ -40,7 +40,7 @@ def timing_table(timings: Sequence[Timing]) -> Table:
     table = Table(
         title=f"One training step, {baseline.tokens:,} tokens, the same model and batch",
         caption=f"{rounds} interleaved rounds in this run; medians, 20th and 80th percentile. "
-        "Differences: relative L2 norm over all gradients",
+        "Difference: relative L2 norm, the largest over outputs and gradients of all layers",
         title_justify="left",
         caption_justify="left",
     )

@@ -71,8 +71,8 @@ def test_compare_experts_interleaves_the_implementations(
     for name in names:
         register(name, watched(name))
     compare_experts(trainer.model, trainer.sampler.windows(0, 4), trainer.settings, names)
-    # the check, a round to warm up, and two that are timed, each with another one first
-    assert calls == [*names, *names, "two", "three", "one", "three", "one", "two"]
+    # the check of both layers, a round to warm up, two timed ones, each with another one first
+    assert calls == [*names, *names, *names, "two", "three", "one", "three", "one", "two"]
 
 
 @pytest.mark.parametrize("fault", ["forward", "backward", "nan"])
@@ -90,10 +90,14 @@ def test_compare_experts_refuses_to_time_wrong_results(
         return result * (1.1 if fault == "forward" else torch.nan)
 
     register("wrong", wrong)
-    what = "gradients" if fault == "backward" else "logits"
+    what, value = {
+        "forward": ("output", "0.1"),
+        "backward": ("gradient of hidden_states", "0.1"),
+        "nan": ("output", "nan"),
+    }[fault]
     message = (
-        rf"compare: wrong's {what} must agree with eager's to 0.005, got a relative difference of "
-        r".*\. Wrong results are not timed"
+        rf"compare: wrong's {what} in layer 0 must agree with eager's to 0.0001, "
+        rf"got a relative difference of {value}\. Wrong results are not timed"
     )
     with pytest.raises(BackendError, match=message):
         compare_experts(

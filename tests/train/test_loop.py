@@ -70,9 +70,7 @@ def test_train_step_with_balance_loss_evens_the_experts(make_trainer: Make) -> N
 def test_train_step_recomputes_activations_to_the_same_weights(make_trainer: Make) -> None:
     # the balance loss hangs on router logits inside the checkpointed layers
     kept, kept_records = train(make_trainer(balance_loss_weight=0.5))
-    again, again_records = train(
-        make_trainer(balance_loss_weight=0.5, checkpoint_activations=True)
-    )
+    again, again_records = train(make_trainer(balance_loss_weight=0.5, checkpoint_activations=True))
     torch.testing.assert_close(weights_of(again), weights_of(kept), rtol=1e-6, atol=1e-7)
     assert [r.expert_counts for r in again_records] == [r.expert_counts for r in kept_records]
 

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ def test_build_optimizer_decays_matrices_only(tiny_settings: Callable[..., Train
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in (decayed, free)]
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
-    assert {name.rpartition(".")[2] for name in groups[0]} == {"weight", "gate_up_proj", "down_proj"}
+    assert {name.rpartition(".")[2] for name in groups[0]} == {
+        "weight",
+        "gate_up_proj",
+        "down_proj",
+    }
     assert "model.layers.0.mlp.experts.gate_up_proj_bias" in groups[1]
     assert "model.norm.weight" in groups[1]
     assert "model.embed_tokens.weight" in groups[0]
@@ -33,6 +38,6 @@ def test_learning_rate_warms_up_and_follows_a_cosine() -> None:
     assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
     assert rates[59] == pytest.approx((2.0 + 0.2) / 2)
     assert rates[-1] == pytest.approx(0.2)
-    assert all(late < early for early, late in zip(rates[9:], rates[10:], strict=False))
+    assert all(late < early for early, late in pairwise(rates[9:]))
     without = TrainSettings(steps=10, warmup_steps=0, learning_rate=1.0)
     assert learning_rate(1, without) < 1.0

@@ -82,7 +82,15 @@ def test_live_progress_shows_loss_speed_time_and_balance() -> None:
     console, stream = make(is_terminal=False)
     console.print(progress._panel(steps(6)[-1]))
     text = stream.getvalue()
-    for part in ("step 6/40", "5.545", "1.750", "4,096 tokens/s", "0:00:17 left", "layer 1", "1.25"):
+    for part in (
+        "step 6/40",
+        "5.545",
+        "1.750",
+        "4,096 tokens/s",
+        "0:00:17 left",
+        "layer 1",
+        "1.25",
+    ):
         assert part in text
     assert max(map(len, text.splitlines())) <= MAX_COLUMNS
 

@@ -51,7 +51,9 @@ def test_settings_from_reports_every_mistake_at_once() -> None:
 
 
 def test_settings_round_trip_through_json() -> None:
-    settings = TrainSettings(data=(Path("a"),), model_override={"x": 1, "y": [0.5, None], "z": {"a": "silu"}})
+    settings = TrainSettings(
+        data=(Path("a"),), model_override={"x": 1, "y": [0.5, None], "z": {"a": "silu"}}
+    )
     saved = json.loads(settings.model_dump_json())
     assert settings_from(saved, "test") == settings
     assert settings.data == (Path.cwd() / "a",)
