@@ -5,7 +5,9 @@ A sub-command's module offers ``configure(parser)``, which adds its arguments, a
 """
 
 import argparse
+import difflib
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -49,8 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.configure(parser)
+    parsed, unknown = parser.parse_known_args(rest)
+    if unknown:
+        flags = re.findall(r"--[\w-]+", parser.format_usage())
+        near = difflib.get_close_matches(unknown[0], flags, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"See `piper {name} --help`."
+        parser.error(f"unknown argument {unknown[0]}. {hint}")
     try:
-        return int(module.run(parser.parse_args(rest)))
+        return int(module.run(parsed))
     except PiperError as error:
         print(f"piper {name}: {error}", file=sys.stderr)
         return 2

@@ -49,6 +49,10 @@ class DataError(PiperError, ValueError):
     """Training data cannot be read, or is too little."""
 
 
+class TrainingError(PiperError, RuntimeError):
+    """Training cannot go on: the loss or a gradient is not a finite number."""
+
+
 def instruction(
     function: str, argument: str, requirement: str, value: object, remedy: str = ""
 ) -> str:

@@ -49,6 +49,25 @@ def test_main_hands_the_words_to_the_command(monkeypatch: pytest.MonkeyPatch) ->
     assert main(["planted", "--size", "7"]) == 7
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sise", "7"], "unknown argument --sise. Did you mean --size?"),
+        (["seven"], "unknown argument seven. See `piper planted --help`."),
+    ],
+)
+def test_main_refuses_unknown_arguments_with_the_nearest_known_one(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    plant(monkeypatch, lambda arguments: 0)
+    with pytest.raises(SystemExit, match="2"):
+        main(["planted", *words])
+    assert message in capsys.readouterr().err
+
+
 def test_main_explains_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,283 @@
+"""Checkpoints that are whole or absent, whatever happens while one is written.
+
+A checkpoint is a folder ``step-<step>``. It is written aside, brought to the disk and renamed, so a
+kill or a full disk at any moment leaves the one before. Tensors go through
+``torch.distributed.checkpoint`` into safetensors files, one key per logical expert; reading them
+unpickles nothing.
+"""
+
+import importlib.metadata
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from piper_kernels.errors import CheckpointError, did_you_mean, instruction, require
+from piper_kernels.train.checkpoint_keys import allocate_moments, model_tensors, moment_tensors
+from piper_kernels.train.loop import Trainer
+from piper_kernels.train.manifest import (
+    MANIFEST,
+    Manifest,
+    check_files,
+    describe_files,
+    read_manifest,
+    sync_path,
+)
+
+logger = logging.getLogger(__name__)
+
+_WRITING, _DELETING = ".writing-", ".deleting-"
+# each file is held in memory once more while it is written
+_FILE_BYTES = 1 << 30
+
+
+def save_checkpoint(
+    folder: Path, trainer: Trainer, *, text_sha256: str, model_digest: str, keep: int
+) -> Path:
+    """Write the trainer's whole state, then drop all but the newest ``keep`` checkpoints.
+
+    Args:
+        folder: holds the checkpoints of one run.
+        trainer: model, moments, step and settings.
+        text_sha256: of the text that is trained on.
+        model_digest: of the model's configuration.
+        keep: how many to keep, at least 1.
+
+    Returns:
+        The folder of the new checkpoint.
+
+    Raises:
+        CheckpointError: if it cannot be written, e.g. onto a full disk; the others are untouched.
+    """
+    final = folder / f"step-{trainer.step:08d}"
+    if final.exists():
+        return final
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
+    aside = folder / f"{_WRITING}{final.name}"
+    tensors = _snapshot(trainer)
+    _require_space(folder, tensors)
+    with _explained(aside):
+        _write_tensors(aside, tensors)
+        manifest = Manifest(
+            step=trainer.step,
+            settings=trainer.settings.model_dump(mode="json"),
+            text_sha256=text_sha256,
+            model_digest=model_digest,
+            versions=_versions(),
+            files=describe_files(aside),
+        )
+        path = aside / MANIFEST
+        path.write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
+        sync_path(path)
+        sync_path(aside)
+        aside.rename(final)
+        sync_path(folder)
+    for old in _checkpoints(folder)[:-keep]:
+        _remove(old)
+    return final
+
+
+def latest_checkpoint(folder: Path) -> Path:
+    """The newest checkpoint of a run.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    found = _checkpoints(folder)
+    remedy = "It was stopped before its first: start it anew with --overwrite."
+    require(
+        bool(found),
+        "latest_checkpoint",
+        str(folder),
+        "hold a checkpoint",
+        "none",
+        remedy,
+        error=CheckpointError,
+    )
+    return found[-1]
+
+
+def load_checkpoint(
+    checkpoint: Path, trainer: Trainer, *, text_sha256: str, model_digest: str
+) -> None:
+    """Bring a newly built trainer to the checkpoint's state, random generators included.
+
+    Raises:
+        CheckpointError: if files are damaged, or text, model or tensors are not this run's.
+    """
+    remedy = remedy_for(checkpoint)
+    manifest = read_manifest(checkpoint, remedy)
+    check_files(checkpoint, manifest, remedy)
+    _check_same(
+        "text", manifest.text_sha256, text_sha256, "Give the same --data in the same order."
+    )
+    _check_same("model", manifest.model_digest, model_digest, "Give the same configuration.")
+    if manifest.versions != _versions():
+        logger.warning("written by %s, read by %s", manifest.versions, _versions())
+    with _explained(None), warnings.catch_warnings():
+        _ignore_single_process()
+        reader = HuggingFaceStorageReader(str(checkpoint))
+        saved = reader.read_metadata().state_dict_metadata
+        allocate_moments(trainer.model, trainer.optimizer, set(saved))
+        tensors = _tensors(trainer)
+        _check_tensors(checkpoint, saved, tensors, remedy)
+        load(tensors, storage_reader=reader, no_dist=True)
+    torch.set_rng_state(tensors["rng.cpu"])
+    if "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"])
+    trainer.step = manifest.step
+
+
+def _tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Everything that a checkpoint keeps, by key; views of the live tensors where possible."""
+    tensors = model_tensors(trainer.model) | moment_tensors(trainer.model, trainer.optimizer)
+    tensors["rng.cpu"] = torch.get_rng_state()
+    if next(trainer.model.parameters()).is_cuda:
+        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def _snapshot(trainer: Trainer) -> dict[str, Tensor]:
+    """Tensors as safetensors takes them: contiguous, and none the same memory as another."""
+    return {
+        key: tensor.clone() if tensor.ndim == 0 else tensor.contiguous()
+        for key, tensor in _tensors(trainer).items()
+    }
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    file_of: dict[str, int] = {}
+    written = 0
+    for key, tensor in tensors.items():
+        file_of[key] = written // _FILE_BYTES + 1
+        written += tensor.nbytes
+    with warnings.catch_warnings():
+        _ignore_single_process()
+        writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of)
+        save(tensors, storage_writer=writer, no_dist=True)
+
+
+def _check_tensors(
+    checkpoint: Path, saved: Mapping[str, object], wanted: dict[str, Tensor], remedy: str
+) -> None:
+    where = str(checkpoint)
+    missing, foreign = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    if missing:
+        nearest = did_you_mean(missing[0], foreign) if foreign else remedy
+        message = instruction(
+            "load_checkpoint", where, f"hold {missing[0]}", "nothing by this name", nearest
+        )
+        raise CheckpointError(message)
+    if foreign:
+        requirement = "hold this model's tensors only"
+        raise CheckpointError(
+            instruction("load_checkpoint", where, requirement, foreign[0], remedy)
+        )
+    for key, tensor in wanted.items():
+        record = saved[key]
+        assert isinstance(record, TensorStorageMetadata), f"{key=} {record=}"
+        have = f"{tuple(record.size)} {record.properties.dtype}"
+        want = f"{tuple(tensor.shape)} {tensor.dtype}"
+        requirement = f"hold {key} as {want}"
+        require(
+            have == want, "load_checkpoint", where, requirement, have, remedy, error=CheckpointError
+        )
+
+
+def _check_same(what: str, saved: str, current: str, remedy: str) -> None:
+    requirement = f"be the one the checkpoint was made with ({saved[:12]}...)"
+    value = f"{current[:12]}..."
+    require(
+        saved == current, "load_checkpoint", what, requirement, value, remedy, error=CheckpointError
+    )
+
+
+def _require_space(folder: Path, tensors: dict[str, Tensor]) -> None:
+    # header and manifest: some hundred bytes per tensor
+    need = sum(tensor.nbytes + 512 for tensor in tensors.values())
+    free = shutil.disk_usage(folder).free
+    require(
+        free >= need,
+        "save_checkpoint",
+        f"free space under {folder}",
+        f"be at least {need} bytes",
+        f"{free}",
+        "Free some, then go on with --resume from the last checkpoint.",
+        error=CheckpointError,
+    )
+
+
+@contextmanager
+def _explained(aside: Path | None) -> Iterator[None]:
+    """Turn a failure to write (aside) or read into an instruction; remove what is half-written."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        cause = _cause(error)
+        if aside is None:
+            message = instruction("load_checkpoint", "checkpoint", "be readable", cause)
+            raise CheckpointError(message) from error
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
+        remedy = "Free the disk, then go on with --resume: the checkpoint before is untouched."
+        message = instruction(
+            "save_checkpoint", str(aside.parent), "take a checkpoint", cause, remedy
+        )
+        raise CheckpointError(message) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong inside torch.distributed.checkpoint's own exception."""
+    failures = getattr(error, "failures", {})
+    return next((cause for cause, _ in failures.values()), error)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def remedy_for(checkpoint: Path) -> str:
+    """What to do about a checkpoint that cannot be used."""
+    others = [path for path in _checkpoints(checkpoint.parent) if path < checkpoint]
+    if others:
+        return f"Delete {checkpoint} to go on from {others[-1].name}."
+    return "Start anew with --overwrite."
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint; renamed first, so that half of one is never taken for a whole."""
+    doomed = checkpoint.with_name(f"{_DELETING}{checkpoint.name}")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what a killed run left half-written or half-deleted."""
+    for prefix in (_WRITING, _DELETING):
+        for path in folder.glob(f"{prefix}*"):
+            shutil.rmtree(path)
+
+
+def _versions() -> dict[str, str]:
+    packages = ("torch", "transformers", "numpy")
+    return {package: importlib.metadata.version(package) for package in packages}
+
+
+def _ignore_single_process() -> None:
+    # one process is what is meant here
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -1,0 +1,132 @@
+"""Train a Mixture-of-Experts language model.
+
+Without arguments: a small OLMoE on the documentation topics that every Python carries, about two
+minutes on two CPU cores. Settings come from flags or a TOML file (--config; flags win).
+
+For example:
+  piper train --out runs/first
+  piper train --out runs/first --resume
+  piper train --data notes/ --model mixtral --steps 2000 --out runs/notes
+  piper train --config runs/first/settings.toml --seed 1 --out runs/second
+"""
+
+import argparse
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from piper_kernels.errors import ConfigError, instruction, require
+from piper_kernels.train.flags import add_flags, settings_toml, stated_settings
+from piper_kernels.train.settings import resumed_settings, settings_from
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from piper_kernels.train.run import Run
+
+_PACKAGES = ("transformers", "safetensors", "matplotlib")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``piper train``."""
+    actions = parser.add_argument_group("what to do")
+    actions.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in --out"
+    )
+    actions.add_argument(
+        "--overwrite", action="store_true", help="delete the run that --out holds, and start anew"
+    )
+    actions.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings")
+    add_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, or go on with a run; 0 when it is finished, 130 when it was asked to stop.
+
+    Raises:
+        PiperError: if anything that the user can change is in the way.
+    """
+    _check_environment()
+    require(
+        not (arguments.resume and arguments.overwrite),
+        "train",
+        "--resume and --overwrite",
+        "not be given together",
+        "both",
+    )
+    stated = stated_settings(arguments, arguments.config)
+    # torch and transformers load here, not for --help
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers.utils import logging as transformers_logging
+
+    from piper_kernels.train.checkpoint import latest_checkpoint, remedy_for
+    from piper_kernels.train.manifest import read_manifest
+    from piper_kernels.train.run import build_run
+    from piper_kernels.train.run_folder import RunFolder
+
+    transformers_logging.disable_progress_bar()
+    checkpoint: Path | None = None
+    settings = settings_from(stated, "settings")
+    folder = RunFolder(settings.out, is_resumed=arguments.resume, may_overwrite=arguments.overwrite)
+    try:
+        if arguments.resume:
+            checkpoint = latest_checkpoint(folder.checkpoints)
+            saved = read_manifest(checkpoint, remedy_for(checkpoint)).settings
+            settings = resumed_settings(saved, stated | {"out": str(settings.out)})
+        built = build_run(settings, checkpoint)
+        if checkpoint is None:
+            folder.start(settings_toml(settings))
+        return _train_and_close(built, folder)
+    finally:
+        folder.close()
+
+
+def _train_and_close(built: "Run", folder: Any) -> int:
+    from piper_kernels.train.closing import close_run
+    from piper_kernels.train.progress import make_console, open_progress
+    from piper_kernels.train.run import train
+    from piper_kernels.train.stopping import StopRequest
+
+    console = make_console()
+    _introduce(built, console)
+    layers = built.trainer.counter.layers
+    progress = open_progress(console, built.settings.steps, layers)
+    with StopRequest() as stop, progress:
+        is_finished = train(built, folder, progress, stop)
+    if not is_finished:
+        command = f"piper train --resume --out {built.settings.out}"
+        where = f"stopped at step {built.trainer.step}; go on with: {command}"
+        console.print(where, highlight=False, soft_wrap=True)
+        return 130
+    close_run(built, folder, console)
+    return 0
+
+
+def _introduce(built: "Run", console: "Console") -> None:
+    settings, corpus, model = built.settings, built.corpus, built.trainer.model
+    device = next(model.parameters()).device
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    source = ", ".join(map(str, settings.data)) or "documentation topics of this Python"
+    name = Path(settings.model).name
+    lines = [
+        f"text     {source}: {corpus.train_bytes:,} bytes to train on, "
+        f"{corpus.held_out_bytes:,} held out",
+        f"model    {name}, {num_parameters:,} parameters, {settings.precision}, "
+        f"{settings.experts} experts, on {device}",
+        f"run      {settings.out}, step {built.trainer.step} of {settings.steps}",
+    ]
+    for line in lines:
+        console.print(line, highlight=False)
+
+
+def _check_environment() -> None:
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        remedy = "Install them with: pip install 'piper-moe[train]'."
+        requirement = f"offer {', '.join(_PACKAGES)}"
+        value = f"no {', '.join(missing)}"
+        raise ConfigError(instruction("train", "this Python", requirement, value, remedy))
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    remedy = "Start it without torchrun."
+    require(num_ranks == "1", "train", "WORLD_SIZE", "be 1: one process trains", num_ranks, remedy)

@@ -1,0 +1,49 @@
+"""AdamW with a warm-up and a cosine."""
+
+import math
+
+import torch
+from torch import nn
+
+from piper_kernels.train.settings import TrainSettings
+
+
+def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW over all parameters; vectors and biases (norms, expert biases) are not decayed."""
+    decayed: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_free = parameter.ndim < 2 or name.endswith("bias")
+            (free if is_free else decayed).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, settings: TrainSettings) -> float:
+    """The learning rate of step 1, 2, ..., ``settings.steps``.
+
+    Linear from ``learning_rate / warmup_steps`` to ``learning_rate`` in ``warmup_steps``, then half
+    a cosine down to ``final_learning_rate_fraction`` of it at the last step.
+
+    Example:
+        >>> settings = TrainSettings(steps=12, warmup_steps=2, learning_rate=1.0,
+        ...                          final_learning_rate_fraction=0.0)
+        >>> [round(learning_rate(step, settings), 3) for step in (1, 2, 7, 12)]
+        [0.5, 1.0, 0.5, 0.0]
+    """
+    if step <= settings.warmup_steps:
+        return settings.learning_rate * step / settings.warmup_steps
+    progress = (step - settings.warmup_steps) / (settings.steps - settings.warmup_steps)
+    floor = settings.final_learning_rate_fraction
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return settings.learning_rate * (floor + (1.0 - floor) * cosine)

@@ -1,0 +1,211 @@
+"""Every setting of a training run, once: TOML keys and flags are both made from this class."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
+
+from piper_kernels.errors import ConfigError, instruction, require
+from piper_kernels.strict_model import StrictModel
+
+Precision = Literal["fp32", "bf16"]
+
+
+def _setting(group: str, default: Any, text: str, *, is_free: bool = False, **limits: Any) -> Any:
+    """Declare a setting; ``is_free`` ones may change on --resume: they do not change the curve."""
+    extra: dict[str, JsonValue] = {"group": group, "is_free": is_free}
+    return Field(default=default, description=text, json_schema_extra=extra, **limits)
+
+
+class TrainSettings(StrictModel):
+    """What to train, on what, for how long.
+
+    Raises:
+        ConfigError: if two settings contradict one another.
+
+    Example:
+        >>> TrainSettings(batch_size=8, accumulate=2).microbatch_size
+        4
+    """
+
+    # a default of Path or tuple is no JSON value
+    model_config = ConfigDict(validate_default=False)
+
+    data: tuple[Path, ...] = _setting(
+        "data",
+        (),
+        "text files, .jsonl files or folders of them; none: the documentation topics that "
+        "every Python carries",
+        is_free=True,
+    )
+    text_field: str = _setting("data", "text", "the key that holds the text in .jsonl lines")
+    tokenizer: Path | None = _setting(
+        "data", None, "folder of a saved tokenizer; none: bytes are the tokens"
+    )
+    keep_repeats: bool = _setting(
+        "data",
+        False,
+        "keep paragraphs that occurred before; without, held-out text stays unseen",
+    )
+    held_out_fraction: float = _setting(
+        "data", 0.1, "share of the text that is only evaluated", gt=0.0, le=0.5
+    )
+
+    model: str = _setting(
+        "model", "olmoe", "a model type with a small built-in size, or the path of a config.json"
+    )
+    model_override: dict[str, JsonValue] = _setting(
+        "model", {}, "entries of the model's configuration to change, e.g. num_experts=16"
+    )
+    experts: str = _setting(
+        "model", "piper", "experts implementation: piper, grouped_mm, eager, ..."
+    )
+    balance_loss_weight: float = _setting(
+        "model",
+        0.01,
+        "weight of the load-balancing loss; models with a correction bias have none",
+        ge=0.0,
+    )
+    correction_bias_speed: float = _setting(
+        "model",
+        1e-3,
+        "step of the loss-free balancing of models with one, like DeepSeek-V3",
+        ge=0.0,
+    )
+    precision: Precision = _setting(
+        "model", "fp32", "bf16: autocast to bfloat16; weights and moments stay float32"
+    )
+    checkpoint_activations: bool = _setting(
+        "model", False, "recompute each layer in backward to save memory"
+    )
+
+    steps: int = _setting("training", 500, "optimizer steps", ge=1)
+    batch_size: int = _setting("training", 8, "sequences per step", ge=1)
+    accumulate: int = _setting("training", 1, "microbatches that a step is cut into", ge=1)
+    sequence_length: int = _setting("training", 256, "tokens per sequence", ge=2)
+    seed: int = _setting("training", 0, "seed of the weights and of the order of the data", ge=0)
+    device: str = _setting("training", "auto", "auto, cpu, cuda or cuda:N")
+    threads: int = _setting(
+        "training", 0, "CPU threads; 0: as many as torch chooses", is_free=True, ge=0
+    )
+
+    learning_rate: float = _setting("optimizer", 3e-3, "highest learning rate of AdamW", gt=0.0)
+    final_learning_rate_fraction: float = _setting(
+        "optimizer", 0.1, "where the cosine ends, as a share of the highest", ge=0.0, le=1.0
+    )
+    warmup_steps: int = _setting("optimizer", 25, "steps of linear warm-up", ge=0)
+    weight_decay: float = _setting(
+        "optimizer", 0.1, "decay of matrices; norms and biases have none", ge=0.0
+    )
+    beta1: float = _setting("optimizer", 0.9, "decay of the first moment", ge=0.0, lt=1.0)
+    beta2: float = _setting("optimizer", 0.95, "decay of the second moment", ge=0.0, lt=1.0)
+    epsilon: float = _setting("optimizer", 1e-8, "AdamW's denominator guard", gt=0.0)
+    clip_norm: float = _setting("optimizer", 1.0, "largest gradient norm", gt=0.0)
+
+    out: Path = _setting("run", Path("runs/train"), "folder of the run", is_free=True)
+    checkpoint_every: int = _setting("run", 100, "steps between checkpoints", is_free=True, ge=1)
+    keep_checkpoints: int = _setting(
+        "run", 2, "how many checkpoints stay on disk", is_free=True, ge=1
+    )
+    evaluate_every: int = _setting(
+        "run", 100, "steps between evaluations on the held-out text", is_free=True, ge=1
+    )
+    prompt: str | None = _setting(
+        "run", None, "what the closing sample continues; none: held-out text", is_free=True
+    )
+    sample_tokens: int = _setting(
+        "run", 300, "length of the closing sample; 0: none", is_free=True, ge=0
+    )
+    compare_rounds: int = _setting(
+        "run", 5, "timed rounds of the closing comparison; 0: none", is_free=True, ge=0
+    )
+
+    @field_validator("data", mode="after")
+    @classmethod
+    def _absolute_paths(cls, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+        # a run may be resumed from another folder
+        return tuple(path.expanduser().absolute() for path in paths)
+
+    @field_validator("tokenizer", mode="after")
+    @classmethod
+    def _absolute_path(cls, path: Path | None) -> Path | None:
+        return path and path.expanduser().absolute()
+
+    @field_validator("model", mode="after")
+    @classmethod
+    def _absolute_model(cls, model: str) -> str:
+        return str(Path(model).expanduser().absolute()) if model.endswith(".json") else model
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        name = "TrainSettings"
+        require(
+            self.batch_size % self.accumulate == 0,
+            name,
+            "batch_size",
+            f"be divisible by accumulate = {self.accumulate}",
+            self.batch_size,
+        )
+        require(
+            self.warmup_steps < self.steps,
+            name,
+            "warmup_steps",
+            f"be less than steps = {self.steps}",
+            self.warmup_steps,
+        )
+        return self
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences per forward pass."""
+        return self.batch_size // self.accumulate
+
+
+def settings_from(values: Mapping[str, Any], source: str) -> TrainSettings:
+    """Check settings given as JSON values; what is not named keeps its default.
+
+    Raises:
+        ConfigError: beginning with ``source``, one line for each setting that is unknown (with the
+            nearest known name) or has a value that cannot work.
+    """
+    return TrainSettings.from_json(json.dumps(values, default=str), source)
+
+
+def resumed_settings(saved: Mapping[str, Any], stated: Mapping[str, Any]) -> TrainSettings:
+    """The settings of a run that goes on: the saved ones, with those free to change as stated.
+
+    Args:
+        saved: all settings of the checkpoint, as JSON values.
+        stated: what the caller asks for now, by name; settings not named stay as saved.
+
+    Raises:
+        ConfigError: naming a setting that would change what is learnt, with both values.
+    """
+    name = "resume"
+    before = settings_from(saved, "checkpoint")
+    after = settings_from({**saved, **stated}, name)
+    for setting in stated:
+        old, new = getattr(before, setting), getattr(after, setting)
+        if old != new and not is_free(setting):
+            remedy = "Leave it out, or start a new run with --out."
+            requirement = f"stay as in the checkpoint ({str(old)!r})"
+            raise ConfigError(instruction(name, setting, requirement, repr(str(new)), remedy))
+    return after
+
+
+def group_of(name: str) -> str:
+    """The group that a setting is listed under."""
+    return str(_extra(name)["group"])
+
+
+def is_free(name: str) -> bool:
+    """Whether a setting may differ from the checkpoint's when a run is resumed."""
+    return bool(_extra(name)["is_free"])
+
+
+def _extra(name: str) -> dict[str, Any]:
+    extra = TrainSettings.model_fields[name].json_schema_extra
+    assert isinstance(extra, dict), f"{name=} was not declared by _setting"
+    return extra

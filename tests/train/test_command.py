@@ -1,0 +1,110 @@
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from piper_kernels import cli
+from piper_kernels.train import command
+from piper_kernels.train.metrics import read_metrics
+from piper_kernels.train.settings import TrainSettings
+
+
+@pytest.fixture
+def arguments(tiny_settings: Callable[..., TrainSettings], tmp_path: Path) -> list[str]:
+    """``piper train`` with the tiny settings, from a file, into ``tmp_path/run``."""
+    from piper_kernels.train.flags import settings_toml
+
+    config = tmp_path / "tiny.toml"
+    config.write_text(settings_toml(tiny_settings()))
+    return ["train", "--config", str(config)]
+
+
+def test_run_trains_refuses_to_clobber_overwrites_and_resumes(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert cli.main(arguments) == 0
+    shown = capsys.readouterr()
+    assert "olmoe, 16,656 parameters, fp32, grouped_mm experts, on cpu" in shown.out
+    assert "step      4/4" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 100
+    first = read_metrics(metrics)
+
+    assert cli.main(arguments) == 2
+    message = "piper train: RunFolder: out must be an empty or a new folder, got"
+    assert message in capsys.readouterr().err
+    assert read_metrics(metrics) == first
+
+    # safe to repeat
+    for _ in range(2):
+        assert cli.main([*arguments, "--overwrite", "--seed", "1"]) == 0
+    again = read_metrics(metrics)
+    assert [record.loss for record in again] != [record.loss for record in first]
+
+    # a finished run has no steps left, and closes again
+    (tmp_path / "run" / "training.png").unlink()
+    assert cli.main([*arguments[:1], "--out", str(tmp_path / "run"), "--resume"]) == 0
+    assert read_metrics(metrics) == again
+    assert (tmp_path / "run" / "training.png").exists()
+
+    assert cli.main([*arguments, "--resume", "--seed", "2"]) == 2
+    assert "resume: seed must stay as in the checkpoint ('1'), got '2'" in capsys.readouterr().err
+
+
+def test_run_leaves_the_old_run_when_the_new_one_cannot_start(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 0
+    assert cli.main([*arguments, "--overwrite", "--data", str(tmp_path / "none.txt")]) == 2
+    assert "data must be readable" in capsys.readouterr().err
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 4
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--resume", "--overwrite"], "--resume and --overwrite must not be given together"),
+        (["--resume"], "RunFolder: out must hold a run"),
+        (["--batch-size", "0"], "settings: batch_size must be greater than or equal to 1, got 0"),
+        (["--device", "cuda:99"], "choose_device: device must be one of this machine's"),
+    ],
+)
+def test_run_says_what_is_wrong_in_one_line(
+    arguments: list[str], extra: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*arguments, *extra]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("piper train: ")
+    assert message in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_run_names_a_missing_package(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_PACKAGES", ("transformers", "no_such_package"))
+    assert cli.main(arguments) == 2
+    message = "got no no_such_package. Install them with: pip install 'piper-moe[train]'."
+    assert message in capsys.readouterr().err
+
+
+def test_run_refuses_to_be_one_of_many(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.main(arguments) == 2
+    assert "WORLD_SIZE must be 1: one process trains, got 4" in capsys.readouterr().err
+
+
+def test_help_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from piper_kernels import cli\n"
+        "try: cli.main(['train', '--help'])\n"
+        "except SystemExit: print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--learning-rate X" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
