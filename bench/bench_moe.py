@@ -293,7 +293,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         dtypes=("bf16",) if arguments.quick else arguments.dtype,
         tokens=(4, 256) if arguments.quick else tuple(map(int, arguments.tokens)),
         routings=("uniform",) if arguments.quick else arguments.routing,
-        budget=Budget(seconds=1.0 if arguments.quick else arguments.seconds),
+        budget=Budget(min_rounds=6, seconds=1.0 if arguments.quick else arguments.seconds),
     )
 
 

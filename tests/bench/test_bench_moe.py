@@ -35,7 +35,7 @@ def settings(**changes: Any) -> Settings:
 def test_main_checks_times_and_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_moe, "Budget", lambda seconds: Budget(min_rounds=6, max_rounds=6))
+    monkeypatch.setattr(bench_moe, "Budget", lambda **_: Budget(min_rounds=6, max_rounds=6))
     words = "--shape tiny --tokens 4,32 --dtype fp32 --routing uniform --op experts,block"
     status = main([*words.split(), "--out", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
