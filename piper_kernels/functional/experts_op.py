@@ -223,6 +223,7 @@ class ExpertsFunction(torch.autograd.Function):
         """Gradients of the tensors that want one."""
         needs = list(ctx.needs_input_grad[:6])
         num_others = 6
+        # an undefined gradient stands for zeros
         if grad_y is None:
             return (None,) * (len(needs) + num_others)
         x, gates, gate_up_proj, down_proj, gate_up_bias, down_bias, preact, *maps = (

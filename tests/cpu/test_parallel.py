@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from piper_kernels.cpu import parallel
 from piper_kernels.cpu.parallel import run_tasks
 
 
@@ -41,6 +42,7 @@ def test_run_tasks_does_every_item_once(num_threads: int, num_items: int) -> Non
 
 def test_run_tasks_gives_each_item_one_core(num_threads: int) -> None:
     # also in later calls: a thread must not fall back to the process's number
+    parallel._pool.cache_clear()
     seen = set()
     for _ in range(5):
         run_tasks(range(4), lambda item, _: seen.add(torch.get_num_threads()))

@@ -8,7 +8,12 @@ import torch.nn.functional as F
 
 from piper_kernels.config import Activation
 from piper_kernels.errors import DtypeError
-from piper_kernels.functional.dtypes import check_one_dtype, choose_dtypes, gate_dtype
+from piper_kernels.functional.dtypes import (
+    check_one_dtype,
+    choose_dtypes,
+    gate_dtype,
+    without_autocast,
+)
 from piper_kernels.functional.experts import experts
 from piper_kernels.reference.experts import experts as reference_experts
 from piper_kernels.testing import assert_close_to_baseline
@@ -92,13 +97,13 @@ def test_experts_autocast_leaves_fp64_alone() -> None:
 @pytest.mark.parametrize("save", ["preact", "x"])
 def test_experts_backward_under_autocast(save: str) -> None:
     # backward inside the region, and inside another one, is the backward outside
-    inputs = make_experts_inputs(11, 12, 8, 4, 2)
+    inputs = mixed_inputs(torch.float32, torch.float32)
     expected = run_experts(experts, inputs, save=save)
-    leaves = [getattr(inputs, name).requires_grad_() for name in DIFFERENTIABLE[:4]]
-    y = experts(leaves[0], inputs.expert_ids, *leaves[1:], save=save)
+    leaves = {name: getattr(inputs, name).requires_grad_() for name in DIFFERENTIABLE}
+    y = experts(expert_ids=inputs.expert_ids, save=save, **leaves)
     with torch.autocast("cpu", torch.float16):
-        grads = torch.autograd.grad(y, leaves, inputs.grad_y)
-    for name, grad in zip(DIFFERENTIABLE, grads, strict=False):
+        grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad_y)
+    for name, grad in zip(DIFFERENTIABLE, grads, strict=True):
         assert torch.equal(grad, expected[name]), name
 
 
@@ -180,3 +185,11 @@ def test_gate_dtype() -> None:
 
 def test_check_one_dtype_skips_none() -> None:
     check_one_dtype("f", {"a": torch.empty(1), "b": None, "c": torch.empty(1)})
+
+
+def test_without_autocast() -> None:
+    x = torch.randn(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        with without_autocast(x):
+            assert (x @ x).dtype == torch.float32
+        assert (x @ x).dtype == torch.bfloat16

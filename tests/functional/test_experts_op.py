@@ -9,9 +9,15 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+from piper_kernels.contracts import ExpertsNeeds, ExpertsWeights
 from piper_kernels.cpu import experts_backward, matrices
+from piper_kernels.cpu.experts import experts_backward as raw_backward
+from piper_kernels.cpu.experts import experts_forward
 from piper_kernels.errors import BackendError
 from piper_kernels.functional.experts import experts
+from piper_kernels.functional.experts_op import ExpertsFunction
+from piper_kernels.functional.routing_metadata import build_permutation, maps_of
+from piper_kernels.permutation import Permutation
 from piper_kernels.testing.experts import (
     DIFFERENTIABLE,
     ExpertsInputs,
@@ -165,6 +171,46 @@ def test_experts_peak_memory_without_gradients() -> None:
         assert peak_bytes(lambda: call(training)) > preact_bytes
     finally:
         torch.set_num_threads(before)
+
+
+def test_experts_backward_allocates_what_the_raw_backward_does() -> None:
+    # in particular no gradient of zeros for the pre-activation, which is an output of the op
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        inputs = make_experts_inputs(512, 8, 64, 4, 2)
+        weights = ExpertsWeights(
+            gate_up_proj=inputs.gate_up_proj,
+            down_proj=inputs.down_proj,
+            gate_up_bias=None,
+            down_bias=None,
+            layout=inputs.layout,
+            activation=inputs.activation,
+        )
+        permutation = Permutation.from_expert_ids(inputs.expert_ids, 4)
+        arguments = (inputs.x, inputs.gates, permutation, weights)
+        _, preact = experts_forward(*arguments, needs_preact=True)
+        wants = ("x", "gates", "gate_up_proj", "down_proj")
+        needs = ExpertsNeeds(**{name: name in wants for name in DIFFERENTIABLE})
+        raw = peak_bytes(lambda: raw_backward(inputs.grad_y, *arguments, preact, needs=needs))
+        leaves = require_grad(inputs, *wants)
+        y = experts(leaves[0], inputs.expert_ids, *leaves[1:])
+        peak = peak_bytes(lambda: torch.autograd.grad(y, leaves, inputs.grad_y))
+    finally:
+        torch.set_num_threads(before)
+    assert peak < raw + 1024
+
+
+def test_experts_function_keeps_the_preactivation_out_of_the_graph() -> None:
+    inputs = small_inputs()
+    leaves = require_grad(inputs, *DIFFERENTIABLE)
+    maps = list(maps_of(build_permutation(inputs.expert_ids, E, "cpu")))
+    form = ([False, False, True], "silu", [1.0, float("inf"), 0.0])
+    y, preact = ExpertsFunction.apply(*leaves, maps, *form, True, "cpu")
+    assert torch.equal(y, call(small_inputs()))
+    assert y.requires_grad
+    assert preact.shape == (R, 2 * I)
+    assert not preact.requires_grad
 
 
 @pytest.mark.parametrize(
