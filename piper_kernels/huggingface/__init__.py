@@ -22,6 +22,7 @@ from piper_kernels.huggingface.checkpoint_names import (
     ExpertNames,
 )
 from piper_kernels.huggingface.checkpoints import fuse_experts, split_experts
+from piper_kernels.huggingface.experts_function import explain_experts_function
 from piper_kernels.huggingface.families import FAMILIES, read_config
 from piper_kernels.huggingface.lora import check_lora, lora_targets
 from piper_kernels.huggingface.registry import EXPERTS_IMPLEMENTATION, register_experts_function
@@ -34,6 +35,7 @@ __all__ = [
     "QWEN_NAMES",
     "ExpertNames",
     "check_lora",
+    "explain_experts_function",
     "fuse_experts",
     "fuse_folder",
     "lora_targets",

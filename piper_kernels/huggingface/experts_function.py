@@ -6,7 +6,28 @@ from torch import Tensor
 
 from piper_kernels.functional.composed import composed_experts
 from piper_kernels.functional.experts import experts
+from piper_kernels.functional.explain import Explanation, explain_experts
 from piper_kernels.huggingface.layouts import own_activation, read_activation, read_layout
+
+
+def _read_weights(module: Any) -> dict[str, Any]:
+    """The weights of an experts module, named as ``functional.experts`` takes them.
+
+    Each parameter is read once: under a parametrization (PEFT) every read computes it.
+    """
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    return {
+        "gate_up_proj": getattr(module, first),
+        "down_proj": module.down_proj,
+        "gate_up_bias": getattr(module, f"{first}_bias") if module.has_bias else None,
+        "down_bias": module.down_proj_bias if module.has_bias else None,
+        "layout": read_layout(module),
+    }
+
+
+def _has_post_expert_norm(module: Any) -> bool:
+    # the flag came after transformers 5.17
+    return getattr(module, "has_post_expert_norm", False)
 
 
 def experts_function(
@@ -15,10 +36,9 @@ def experts_function(
     """Run the experts of one layer of a transformers model.
 
     The module's flags give layout and activation, its parameters the weights: plain tensors, the
-    local part of a DTensor, or whatever a parametrization makes of them (PEFT's LoRA on
-    ``target_parameters``: the adapted weight ``W + s * B A`` of all experts is then made for each
-    call and lives until the backward; docs/huggingface.md has the cost). Modules with a gate of
-    their own or a norm on each expert's output run as two grouped GEMMs with the module's own code
+    local part of a DTensor, or what a parametrization makes of them (LoRA, whose cost is told in
+    ``piper_kernels.huggingface.lora``). A module with a gate of its own that is not known by name,
+    or with a norm on each expert's output, runs as two grouped GEMMs with the module's own code
     between and after them.
 
     Args:
@@ -36,34 +56,40 @@ def experts_function(
 
     Source: the contract is transformers 5.24, ``integrations/moe.py``.
     """
-    first = "gate_up_proj" if self.has_gate else "up_proj"
-    # each parameter is read once: under a parametrization every read computes it
-    weights = getattr(self, first), self.down_proj
-    biases = (
-        (getattr(self, f"{first}_bias"), self.down_proj_bias) if self.has_bias else (None, None)
-    )
-    # the flag came after 5.17
-    if getattr(self, "has_post_expert_norm", False):
+    routed = (hidden_states, top_k_index, top_k_weights)
+    weights = _read_weights(self)
+    if _has_post_expert_norm(self):
         y = composed_experts(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            *weights,
-            own_activation(self),
-            layout=read_layout(self),
-            gate_up_bias=biases[0],
-            down_bias=biases[1],
+            *routed,
+            apply_gate=own_activation(self),
             post_expert=self.post_expert_norm,
+            **weights,
         )
     else:
-        y = experts(
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            *weights,
-            layout=read_layout(self),
-            activation=read_activation(self),
-            gate_up_bias=biases[0],
-            down_bias=biases[1],
-        )
+        y = experts(*routed, activation=read_activation(self), **weights)
     return y.to(hidden_states.dtype)
+
+
+def explain_experts_function(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Explanation:
+    """Say what :func:`experts_function` would do with these arguments, without doing it.
+
+    Args:
+        module: an experts module of a transformers model.
+        hidden_states: ``[T, H]``.
+        top_k_index: ``[T, K]``.
+        top_k_weights: ``[T, K]``.
+
+    Returns:
+        Backend and why, the path (``composed`` is the slow one), dtypes, bytes kept for the
+        backward; ``print`` it.
+
+    Raises:
+        PiperError: what the function itself would raise.
+    """
+    activation = read_activation(module)
+    if _has_post_expert_norm(module):
+        activation = own_activation(module)
+    routed = (hidden_states, top_k_index, top_k_weights)
+    return explain_experts(*routed, activation=activation, **_read_weights(module))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from piper_kernels.errors import DtypeError, ShapeError
+from piper_kernels.huggingface import explain_experts_function
 from piper_kernels.testing import ROUTING_KINDS, assert_close_to_baseline, make_routing
 from piper_kernels.testing.tiny_models import experts_classes, tiny_experts
 
@@ -340,3 +341,14 @@ def test_experts_function_reads_each_parameter_once() -> None:
     module.__class__ = Counting
     module(x, expert_ids, gates)
     assert sorted(reads) == ["down_proj", "down_proj_bias", "gate_up_proj", "gate_up_proj_bias"]
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_explain_experts_function_names_the_slow_path(family: str) -> None:
+    module = module_of(family, torch.float32)
+    x, expert_ids, gates, _ = inputs(module, dtype=torch.float32)
+    explanation = explain_experts_function(module, x, expert_ids, gates)
+    assert explanation.backend == "cpu"
+    assert explanation.path == ("composed" if family in {"beam", "muse_spark"} else "fused")
+    assert explanation.saved_bytes
+    assert "path:" in str(explanation)

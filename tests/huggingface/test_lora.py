@@ -138,6 +138,23 @@ def test_merge_and_unload_leaves_a_plain_model(family: str) -> None:
     torch.testing.assert_close(logits(merged), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(64, 8), (8, 64)])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_merged_narrow_and_wide_experts_can_be_exported(
+    family: str, hidden_size: int, intermediate_size: int, tmp_path: Path
+) -> None:
+    # field report A52: whoever guesses the orientation by size gets one of the two wrong
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    base = tiny(family, **sizes)
+    model = copy.deepcopy(base)
+    model.set_experts_implementation("piper")
+    adapted = adapt(model)
+    want = logits(adapted_by_hand(base, adapted))
+    adapted.merge_and_unload().save_pretrained(tmp_path)
+    reloaded = type(base).from_pretrained(tmp_path, experts_implementation="piper")
+    torch.testing.assert_close(logits(reloaded), want, rtol=1e-5, atol=1e-5)
+
+
 @by_family
 def test_lora_gradients_equal_eager(family: str) -> None:
     grads = {}

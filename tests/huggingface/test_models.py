@@ -20,6 +20,7 @@ from piper_kernels.testing.tiny_models import (
 # layout -> family; the two without a causal language model are base models here
 LAYOUTS = {
     "halves": "mixtral",
+    "halves-qwen": "qwen3_moe",
     "halves-own-gate": "deepseek_v4",
     "transposed-interleaved-bias": "gpt_oss",
     "transposed-bias": "openai_privacy_filter",
