@@ -138,7 +138,8 @@ Add it: a Disk cannot be described without it.
         Raises:
             ConfigError: as on construction.
         """
-        return type(self)(**{**dict(self), **changes})
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**{**fields, **changes})
 
 
 def _refuse_twice(source: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
