@@ -41,6 +41,10 @@ class CheckpointError(PiperError, RuntimeError):
     """A checkpoint cannot be read or written, or belongs to something else."""
 
 
+class PlanError(PiperError, ValueError):
+    """A plan contradicts itself, or what it was made for."""
+
+
 class DataError(PiperError, ValueError):
     """Training data cannot be read, or is too little."""
 

@@ -23,6 +23,7 @@ PURE_DIST = {
         "halo_plan",
         "halo_phases",
         "halo_program",
+        "halo_routes",
         "halo_check",
         "halo_print",
         "traffic",
