@@ -26,7 +26,13 @@ PURE_DIST = {
         "halo_routes",
         "halo_check",
         "halo_print",
+        "link_loads",
+        "phase_time",
+        "chunk_schedule",
+        "traffic_tasks",
         "traffic",
+        "flow_network",
+        "fair_share",
         "simulate",
     )
 }

@@ -5,9 +5,9 @@ Pure: no torch, no process group.
 
 import numpy as np
 
-from piper_kernels.dist.halo_check import link_loads
 from piper_kernels.dist.halo_phases import Phase
 from piper_kernels.dist.halo_plan import HaloPlan
+from piper_kernels.dist.link_loads import link_loads
 from piper_kernels.dist.links import LEVELS
 from piper_kernels.errors import require
 
@@ -31,7 +31,8 @@ def describe_plan(plan: HaloPlan) -> str:
         busiest NIC sends 4.0 KiB in 2 messages, mean of 2 NICs 4.0 KiB
         a rank sends at most 1 message to other nodes; digest ...
     """
-    loads, topology = link_loads(plan), plan.topology
+    topology = plan.topology
+    loads = link_loads(topology, plan.phases, plan.row_bytes)
     lines = [_title(plan), "phase  after  messages      rows      bytes  most rows from one rank"]
     for phase in plan.phases:
         rows = np.bincount(phase.src, weights=phase.num_rows, minlength=topology.num_ranks)

@@ -103,12 +103,50 @@ class Fabric(StrictModel):
 
     def model_post_init(self, _: Any) -> None:
         """Check that the fields belong to the kind."""
-        is_dragonfly = self.kind == "dragonfly"
-        remedy = "Only a dragonfly has direct links between pairs of groups."
+        is_dragonfly, detours = self.kind == "dragonfly", self.non_minimal_share
         has_pairs = self.num_groups is not None
         requirement = "be given for a dragonfly and for nothing else"
         require(has_pairs == is_dragonfly, "Fabric", "num_groups", requirement, self.num_groups)
-        detours = self.non_minimal_share
-        requirement = "be 0 for a fat_tree"
-        fits = is_dragonfly or not detours
+        requirement = "be 0 for a fat_tree, and for fewer than 3 groups"
+        fits = not detours or (self.num_groups or 0) >= 3
+        remedy = "Only a dragonfly has a third group to detour over."
         require(fits, "Fabric", "non_minimal_share", requirement, detours, remedy)
+
+    def uplink_capacity(self, num_job_groups: int) -> float:
+        """Bytes/s that one group of a job can send to its other groups.
+
+        Detours of the job's other groups also cross this group's links. By symmetry they are
+        charged to the group's own far bytes: each takes ``1 + share * (G - 2) / (M - 2)`` of them,
+        for a job on G of M groups.
+
+        Example:
+            >>> fabric = Fabric(
+            ...     kind="dragonfly", uplink_bytes_per_s=9.0, num_groups=4, non_minimal_share=0.5)
+            >>> fabric.uplink_capacity(2), fabric.uplink_capacity(4)  # 9 / 1, 9 / 1.5
+            (9.0, 6.0)
+        """
+        return self.uplink_bytes_per_s / (1 + self._detours_through(num_job_groups))
+
+    def pair_capacity(self, num_job_groups: int) -> float:
+        """Bytes/s that one group can send to one other; infinite where only the uplink limits.
+
+        The direct link of a pair is ``1 / (M - 1)`` of a group's uplink. It carries the bytes that
+        do not detour, and twice the detours through a group, as these cross two links.
+
+        Example:
+            >>> fabric = Fabric(kind="dragonfly", uplink_bytes_per_s=9.0, num_groups=4)
+            >>> fabric.pair_capacity(2)
+            3.0
+        """
+        if self.num_groups is None:
+            return float("inf")
+        carried = 1 - self.non_minimal_share + 2 * self._detours_through(num_job_groups)
+        direct = self.uplink_bytes_per_s / max(self.num_groups - 1, 1)
+        return direct / carried if carried else float("inf")
+
+    def _detours_through(self, num_job_groups: int) -> float:
+        """Detouring bytes on one group's links, over its own far bytes."""
+        if self.num_groups is None or self.num_groups < 3:
+            return 0.0
+        others = max(num_job_groups - 2, 0)
+        return self.non_minimal_share * others / (self.num_groups - 2)

@@ -109,8 +109,12 @@ class Topology(StrictModel):
         remedy = "Give the speed between nodes (links.group) and between groups (links.far)."
         fits = len(self.nodes) == 1 or self.links.group is not None
         require(fits, name, "links.group", "be given for 2 or more nodes", None, remedy)
-        fits = len(self.group_names) == 1 or self.links.far is not None
+        num_groups = len(self.group_names)
+        fits = num_groups == 1 or self.links.far is not None
         require(fits, name, "links.far", "be given for 2 or more groups", None, remedy)
+        most = self.fabric.num_groups if self.fabric is not None else None
+        requirement = f"lie in at most fabric.num_groups = {most} groups"
+        require(most is None or num_groups <= most, name, "nodes", requirement, num_groups)
 
     @property
     def num_ranks(self) -> int:

@@ -6,12 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piper_kernels.dist.exchange_counts import count_rows
-from piper_kernels.dist.halo_check import check_plan, link_loads
-from piper_kernels.dist.halo_plan import make_plan, recipe_digest
+from piper_kernels.dist.halo_check import check_plan
+from piper_kernels.dist.halo_plan import HaloPlan, make_plan, recipe_digest
+from piper_kernels.dist.link_loads import LinkLoads, link_loads
 from piper_kernels.dist.placement_map import PlacementMap
 from piper_kernels.dist.topology_presets import frontier
 from piper_kernels.errors import ConfigError, PlanError
 from piper_kernels.testing.exchange import COUNTS_KINDS, make_cluster, make_counts
+
+
+def loads_of(plan: HaloPlan) -> LinkLoads:
+    return link_loads(plan.topology, plan.phases, plan.row_bytes)
+
 
 CLUSTERS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=5)
 
@@ -55,7 +61,7 @@ def test_halo_moves_the_bytes_of_flat_in_fewer_messages(cluster, kind, seed) -> 
     counts = make_counts(kind, topology.num_ranks, seed)
     flat_plan = make_plan(topology, counts, 16, "flat")
     check_plan(flat_plan)
-    flat, halo = link_loads(flat_plan), link_loads(make_plan(topology, counts, 16))
+    flat, halo = loads_of(flat_plan), loads_of(make_plan(topology, counts, 16))
     np.testing.assert_array_equal(flat.node_pair_bytes, halo.node_pair_bytes)
     assert (halo.rank_messages <= flat.rank_messages).all()
     assert halo.rank_messages.max() <= topology.num_nodes - 1
@@ -65,8 +71,8 @@ def test_halo_moves_the_bytes_of_flat_in_fewer_messages(cluster, kind, seed) -> 
 def test_halo_messages_per_rank_are_nodes_minus_one() -> None:
     topology = frontier(4)
     counts = np.ones((32, 32), dtype=int)
-    flat = link_loads(make_plan(topology, counts, 1, "flat"))
-    halo = link_loads(make_plan(topology, counts, 1))
+    flat = loads_of(make_plan(topology, counts, 1, "flat"))
+    halo = loads_of(make_plan(topology, counts, 1))
     assert set(flat.rank_messages.tolist()) == {32 - 8}
     assert set(halo.rank_messages.tolist()) == {4 - 1}
     # two GCDs to a NIC: every NIC carries the same
@@ -161,7 +167,7 @@ def test_digest_depends_on_everything_that_matters() -> None:
 def test_expected_counts_can_be_priced_only() -> None:
     counts = np.full((16, 16), 0.5)
     plan = make_plan(frontier(2), counts, 16, has_blocks=False)
-    assert link_loads(plan).level_bytes["group"] == pytest.approx(2 * 64 * 0.5 * 16)
+    assert loads_of(plan).level_bytes["group"] == pytest.approx(2 * 64 * 0.5 * 16)
     with pytest.raises(
         ConfigError, match="counts must be integers for a plan with blocks, got exp"
     ):

@@ -55,7 +55,43 @@ def test_fabric_fields_belong_to_their_kind() -> None:
         Fabric(kind="dragonfly", uplink_bytes_per_s=1.0)
     with pytest.raises(ConfigError, match="num_groups must be given for a dragonfly and for"):
         Fabric(kind="fat_tree", uplink_bytes_per_s=1.0, num_groups=2)
-    with pytest.raises(ConfigError, match=r"non_minimal_share must be 0 for a fat_tree, got 0.5"):
+    with pytest.raises(
+        ConfigError, match=r"non_minimal_share must be 0 for a fat_tree, and .*got 0.5"
+    ):
         Fabric(kind="fat_tree", uplink_bytes_per_s=1.0, non_minimal_share=0.5)
     with pytest.raises(ConfigError, match="kind must be 'fat_tree' or 'dragonfly', got 'torus'"):
         Fabric(kind="torus", uplink_bytes_per_s=1.0)
+    with pytest.raises(ConfigError, match=r"and for fewer than 3 groups, got 0.5"):
+        Fabric(kind="dragonfly", uplink_bytes_per_s=1.0, num_groups=2, non_minimal_share=0.5)
+
+
+def test_fabric_capacities_equal_a_count_of_links() -> None:
+    """All groups of the machine in one job: every link carries the same, counted hop by hop."""
+    num_groups, share = 5, 0.6
+    fabric = Fabric(
+        kind="dragonfly",
+        uplink_bytes_per_s=8.0,
+        num_groups=num_groups,
+        non_minimal_share=share,
+    )
+    load = np.zeros((num_groups, num_groups))
+    for src in range(num_groups):
+        for dst in set(range(num_groups)) - {src}:
+            load[src, dst] += 1 - share
+            for via in set(range(num_groups)) - {src, dst}:
+                load[src, via] += share / (num_groups - 2)
+                load[via, dst] += share / (num_groups - 2)
+    # each pair of groups exchanges one byte, so a group sends num_groups - 1
+    assert fabric.uplink_capacity(num_groups) == pytest.approx(
+        8.0 / (load[0].sum() / (num_groups - 1))
+    )
+    assert fabric.pair_capacity(num_groups) == pytest.approx(8.0 / (num_groups - 1) / load[0, 1])
+    # two groups alone: detours never come back through them
+    assert fabric.uplink_capacity(2) == 8.0
+    assert fabric.pair_capacity(2) == pytest.approx(2.0 / (1 - share))
+
+
+def test_fabric_fat_tree_has_no_pairs() -> None:
+    fabric = Fabric(kind="fat_tree", uplink_bytes_per_s=8.0)
+    assert fabric.uplink_capacity(7) == 8.0
+    assert fabric.pair_capacity(7) == float("inf")

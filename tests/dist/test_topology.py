@@ -105,6 +105,12 @@ def test_topology_file_round_trip(tmp_path) -> None:
         (lambda d: d["links"].pop("far"), "links.far must be given for 2 or more groups, got None"),
         (lambda d: d["links"].update(group=None), "links.group must be given for 2 or more nodes"),
         (lambda d: d["nodes"][0].update(ranks=[0, 3, -6]), "nodes.0.ranks.2 must be greater than"),
+        (
+            lambda d: d.update(
+                fabric={"kind": "dragonfly", "uplink_bytes_per_s": 1, "num_groups": 1}
+            ),
+            "nodes must lie in at most fabric.num_groups = 1 groups, got 2",
+        ),
         (lambda d: d.pop("links"), "links must be given, got nothing"),
     ],
 )
