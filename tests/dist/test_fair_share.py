@@ -68,13 +68,12 @@ def test_max_min_rates_equal_filling_step_by_step(network) -> None:
 
 @given(NETWORKS)
 def test_max_min_rates_with_slack_fit_the_links(network) -> None:
-    """With slack nobody gets more than a link has, and nobody much less than the fair rate."""
+    """With slack no link is overfull, and every flow crosses one that is nearly full."""
     capacities, paths, weights = network
     flows = make_flows(paths, capacities, weights=weights[: len(paths)])
-    exact, loose = max_min_rates(flows), max_min_rates(flows, 0.05)
-    assert (flows.sum_by_resource(loose) <= 1 + 1e-9).all()
-    assert (loose > 0).all()
-    assert loose.min() >= 0.95 * exact.min() - 1e-12
+    use = flows.sum_by_resource(max_min_rates(flows, 0.05))
+    assert (use <= 1 + 1e-9).all()
+    assert all(max(use[r] for r in path) >= 0.95 - 1e-9 for path in paths)
 
 
 def test_end_times_single_bottleneck() -> None:
