@@ -20,8 +20,8 @@ MOST_LINES_OF_A_KERNEL = 160
 TESTED_ELSEWHERE = {
     "piper_kernels/__init__.py": "tests/test_imports.py: every public name resolves, lazily",
     "piper_kernels/contracts.py": "data and four sizes, used by every test of functional/ and cpu/",
-    "piper_kernels/dist/halo_program.py": "data; tests/dist/test_halo_plan.py builds and prints it",
-    "piper_kernels/testing/exchange.py": "a simulation that tests/dist/test_halo_plan.py runs on",
+    "piper_kernels/dist/halo_program.py": "data; tests/dist/test_halo_routes.py carries it out",
+    "piper_kernels/testing/exchange.py": "a simulation that tests/dist/test_halo_routes.py runs",
     "piper_kernels/testing/experts_case.py": "inputs and oracle that tests/triton/ runs on",
     "piper_kernels/testing/rank_group.py": "tests/testing/test_ranks.py, through run_ranks",
     "piper_kernels/testing/rank_process.py": "tests/testing/test_ranks.py, through run_ranks",

@@ -122,6 +122,36 @@ def missing_rails(topology: Topology) -> tuple[str, ...]:
     return tuple(notes)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Paths:
+    """The way of each message.
+
+    Attributes:
+        rail: ``[M]`` local rank of the sender; -1 inside a node.
+        src_nic: ``[M]`` NIC it leaves by, counted over all nodes; -1 inside a node.
+        dst_nic: ``[M]`` NIC it arrives at; -1 inside a node.
+        is_on_rail: ``[M]`` whether the receiver is on the sender's rail; False inside a node.
+    """
+
+    rail: IntArray
+    src_nic: IntArray
+    dst_nic: IntArray
+    is_on_rail: NDArray[np.bool_]
+
+
+def message_paths(topology: Topology, phase: Phase) -> Paths:
+    """Over which rail and which NICs each message of a phase goes."""
+    maps = topology.maps
+    leaves = maps.rank_to_node[phase.src] != maps.rank_to_node[phase.dst]
+    rail = maps.rank_to_local[phase.src]
+    return Paths(
+        rail=np.where(leaves, rail, -1),
+        src_nic=np.where(leaves, maps.rank_to_nic[phase.src], -1),
+        dst_nic=np.where(leaves, maps.rank_to_nic[phase.dst], -1),
+        is_on_rail=leaves & (rail == maps.rank_to_local[phase.dst]),
+    )
+
+
 def flat_phase(topology: Topology, rows: CountArray) -> Phase:
     """All messages at once, each rank starting with itself and going round."""
     num_ranks = topology.num_ranks

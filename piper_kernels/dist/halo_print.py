@@ -5,7 +5,7 @@ Pure: no torch, no process group.
 
 import numpy as np
 
-from piper_kernels.dist.halo_phases import Phase
+from piper_kernels.dist.halo_phases import Paths, Phase, message_paths
 from piper_kernels.dist.halo_plan import HaloPlan
 from piper_kernels.dist.link_loads import link_loads
 from piper_kernels.dist.links import LEVELS
@@ -56,7 +56,7 @@ def describe_plan(plan: HaloPlan) -> str:
 
 
 def describe_rank(plan: HaloPlan, rank: int) -> str:
-    """What one rank sends and receives, in posting order.
+    """What one rank sends and receives, in posting order; a star marks a message off its rail.
 
     Raises:
         ConfigError: unknown rank.
@@ -67,9 +67,9 @@ def describe_rank(plan: HaloPlan, rank: int) -> str:
         >>> print(describe_rank(make_plan(frontier(1).lay_out((1, 1)), [[0, 5], [2, 1]], 1024), 0))
         rank 0 on node0
         I    nothing
-        II   send  step   0  to rank    1 on node1     rail 0  NIC 0 -> 1          5 rows    5.0 KiB
-        II   recv  step   0  of rank    1 on node1     rail 0  NIC 1 -> 0          2 rows    2.0 KiB
-        III  move  step   0  inside the rank                                       2 rows    2.0 KiB
+        II   send  step   0  to rank    1 on node1     rail 0  NIC 0 -> 1         5 rows    5.0 KiB
+        II   recv  step   0  of rank    1 on node1     rail 0  NIC 1 -> 0         2 rows    2.0 KiB
+        III  move  step   0  inside the rank                                      2 rows    2.0 KiB
     """
     topology = plan.topology
     fits = 0 <= rank < topology.num_ranks
@@ -81,8 +81,9 @@ def describe_rank(plan: HaloPlan, rank: int) -> str:
         # moves inside the rank are listed once, as sends
         recvs = recvs[phase.src[recvs] != rank]
         recvs = recvs[np.argsort(phase.step[recvs], kind="stable")]
-        lines += [_message(plan, phase, int(m), "send") for m in sends]
-        lines += [_message(plan, phase, int(m), "recv") for m in recvs]
+        paths = message_paths(topology, phase)
+        lines += [_message(plan, phase, paths, int(m), "send") for m in sends]
+        lines += [_message(plan, phase, paths, int(m), "recv") for m in recvs]
         if not len(sends) + len(recvs):
             lines.append(f"{phase.name:<4} nothing")
     return "\n".join(lines)
@@ -102,21 +103,22 @@ def _title(plan: HaloPlan) -> str:
     return f"{plan.algorithm} plan of {where}, {_bytes(plan.row_bytes)} a row{ending}{direction}"
 
 
-def _message(plan: HaloPlan, phase: Phase, which: int, verb: str) -> str:
+def _message(plan: HaloPlan, phase: Phase, paths: Paths, which: int, verb: str) -> str:
     maps, nodes = plan.topology.maps, plan.topology.nodes
     src, dst = int(phase.src[which]), int(phase.dst[which])
     peer, word = (dst, "to") if verb == "send" else (src, "of")
     host = nodes[int(maps.rank_to_node[peer])].host
     where = f"{word} rank {peer:>4} on {host[:12]:<8}"
     path = ""
-    if maps.rank_to_node[src] != maps.rank_to_node[dst]:
-        nics = f"NIC {maps.rank_to_nic[src]} -> {maps.rank_to_nic[dst]}"
-        path = f"rail {maps.rank_to_local[src]}  {nics}"
+    if paths.rail[which] >= 0:
+        mark = "" if paths.is_on_rail[which] else "*"
+        nics = f"NIC {paths.src_nic[which]} -> {paths.dst_nic[which]}"
+        path = f"rail {paths.rail[which]}{mark}  {nics}"
     if src == dst:
         verb, where = "move", "inside the rank"
     size = _bytes(float(phase.num_rows[which]) * plan.row_bytes)
     rows = f"{phase.num_rows[which]:>7g} rows {size:>10}"
-    return f"{phase.name:<4} {verb}  step {phase.step[which]:>3}  {where:<25} {path:<21} {rows}"
+    return f"{phase.name:<4} {verb}  step {phase.step[which]:>3}  {where:<25} {path:<20} {rows}"
 
 
 def _wrapped(line: str) -> list[str]:

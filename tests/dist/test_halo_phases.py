@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_kernels.dist.halo_phases import missing_rails, node_order, relay_ranks
+from piper_kernels.dist.halo_phases import (
+    message_paths,
+    missing_rails,
+    node_order,
+    relay_ranks,
+)
+from piper_kernels.dist.halo_plan import make_plan
 from piper_kernels.dist.topology_presets import frontier
 from piper_kernels.testing.exchange import make_cluster
 
@@ -64,3 +70,32 @@ def test_missing_rails_says_what_falls_back() -> None:
     assert many[0].startswith("rails 1 .. 3 end before node1, node2, node3 and 2 more (1 ranks)")
     assert many[1].startswith("rails 3 .. 3 end before node6 (3 ranks)")
     np.testing.assert_equal(len(many), 2)
+
+
+def test_message_paths_name_rail_and_nics() -> None:
+    topology = frontier(1).lay_out((4, 3))
+    plan = make_plan(topology, np.ones((7, 7), dtype=int), 1)
+    second = plan.phase("II")
+    paths = message_paths(topology, second)
+    rows = zip(
+        second.src.tolist(),
+        second.dst.tolist(),
+        paths.rail.tolist(),
+        paths.src_nic.tolist(),
+        paths.dst_nic.tolist(),
+        paths.is_on_rail.tolist(),
+        strict=True,
+    )
+    # two ranks to a NIC; node1's NICs are 2 and 3; local rank 3 has no rail there and falls to 0
+    assert list(rows) == [
+        (0, 4, 0, 0, 2, True),
+        (1, 5, 1, 0, 2, True),
+        (2, 6, 2, 1, 3, True),
+        (3, 4, 3, 1, 2, False),
+        (4, 0, 0, 2, 0, True),
+        (5, 1, 1, 2, 0, True),
+        (6, 2, 2, 3, 1, True),
+    ]
+    inside = message_paths(topology, plan.phase("I"))
+    assert set(inside.rail.tolist()) == set(inside.src_nic.tolist()) == {-1}
+    assert not inside.is_on_rail.any()

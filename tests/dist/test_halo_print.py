@@ -34,6 +34,12 @@ def test_describe_plan_says_what_fell_back_and_which_way() -> None:
     assert plan.digest() in text
 
 
+def test_describe_rank_marks_messages_off_their_rail() -> None:
+    plan = make_plan(frontier(1).lay_out((2, 1)), np.ones((3, 3), dtype=int), 8)
+    assert "rail 1*  NIC 0 -> 1 " in describe_rank(plan, 1)
+    assert "rail 0  NIC 0 -> 1 " in describe_rank(plan, 0)
+
+
 def test_describe_rank_lists_all_its_messages() -> None:
     topology = frontier(2)
     text = describe_rank(make_plan(topology, np.ones((16, 16), dtype=int), 8), 3)

@@ -10,9 +10,11 @@ from piper_kernels.dist.topology_presets import frontier, one_box
 from piper_kernels.errors import ConfigError
 
 
-@pytest.mark.parametrize(("num_experts", "num_ranks"), [(60, 8), (8, 3), (4, 4), (7, 1), (256, 32)])
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks"), [(60, 8), (60, 16), (8, 3), (4, 4), (7, 1), (256, 32)]
+)
 def test_contiguous_covers_each_expert_once(num_experts: int, num_ranks: int) -> None:
-    # field report A63: an EP degree that does not divide E
+    # field reports A63 and A87: an EP degree that does not divide E
     placement = PlacementMap.contiguous(num_experts, num_ranks)
     assert [e for experts in placement.slots for e in experts] == list(range(num_experts))
     sizes = [len(experts) for experts in placement.slots]
