@@ -21,6 +21,8 @@ from piper_kernels.config import (
     SharedExpertsConfig,
     WeightLayout,
 )
+from piper_kernels.errors import ConfigError, instruction
+from piper_kernels.functional.explain import Explanation
 from piper_kernels.modules.experts import Experts
 from piper_kernels.modules.inputs import adopt_routing, flatten_tokens
 from piper_kernels.modules.router import Router
@@ -246,6 +248,38 @@ class PiperMoE(nn.Module):
         """
         limited, _ = self._limit(self.router(*flatten_tokens(x, mask, self.router.weight)))
         return limited
+
+    def explain(self, x: Tensor | int) -> Explanation:
+        """Say which backend the routed experts would use for x, why, and how many bytes they keep.
+
+        Nothing is computed. Print the result.
+
+        Args:
+            x: as in ``forward``, or a number of tokens in the parameters' dtype and device.
+
+        Raises:
+            ConfigError: the experts are a foreign module that cannot explain itself.
+            PiperError: what ``forward`` would raise for x.
+
+        Example:
+            >>> moe = PiperMoE(hidden_size=16, intermediate_size=24, num_experts=8, top_k=2)
+            >>> moe.explain(1000).backend
+            'cpu'
+        """
+        if not isinstance(self.experts, Experts):
+            remedy = "Foreign experts run as they please."
+            given = type(self.experts).__name__
+            raise ConfigError(
+                instruction("PiperMoE.explain", "experts", "be piper_kernels' own", given, remedy)
+            )
+        if isinstance(x, int):
+            # one row seen T times: a question costs no memory
+            x = self.experts.down_proj.new_empty(1, self.config.hidden_size).expand(x, -1)
+        tokens, _ = flatten_tokens(x, None, self.router.weight)
+        shape = tokens.shape[0], self.config.top_k
+        expert_ids = tokens.new_empty(1, 1, dtype=torch.int64).expand(shape)
+        gates = tokens.new_empty(1, 1, dtype=torch.float32).expand(shape)
+        return self.experts.explain(tokens, expert_ids, gates)
 
     def _limit(self, wanted: Routing) -> tuple[Routing, Tensor]:
         """Apply the capacity, if there is one; also the number of dropped slots."""

@@ -120,10 +120,17 @@ def layer_run(moe: PiperMoE, x: Tensor, mask: Tensor | None, grad_y: Tensor) -> 
     }
 
 
-def assert_close_to_worst(name: str, actual: Tensor, baseline: Tensor, truth: Tensor) -> None:
-    """Bound each element by the baseline's worst: a gradient is a sum whose terms may cancel."""
-    worst = (baseline.double() - truth).abs().amax() if truth.numel() else 0.0
-    assert_close_to_baseline(name, actual, truth + worst, truth)
+def assert_close(name: str, actual: Tensor, baseline: Tensor, truth: Tensor) -> None:
+    """Bound each element by the tensor: a gradient is a sum whose terms may cancel.
+
+    The fp32 layer and the fp32 oracle are off by 1.7 units in the last place of router.weight's
+    largest gradient on average, both, and by up to 6 (300 seeds); other tensors by less. With 2000
+    examples either is sometimes unlucky where the other is not, hence 16.
+    """
+    if truth.numel():
+        worst = (baseline.double() - truth).abs().max()
+        size, slack = truth.abs().max().item(), 16.0 if actual.dtype == torch.float32 else 4.0
+        assert_close_to_baseline(name, actual, truth + worst, truth, slack=slack, term_size=size)
 
 
 @st.composite
@@ -190,8 +197,8 @@ def test_moe_equals_the_oracle(
     has_padding: bool,
     seed: int,
 ) -> None:
-    if 1 in (config.hidden_size, config.intermediate_size):
-        # a baseline's largest error says nothing if it is the largest of one or two
+    if min(config.hidden_size, config.intermediate_size, config.num_experts) < 3:
+        # a tensor of one or two elements may be all cancellation: no size to measure an error by
         dtype = torch.float64
     torch.manual_seed(seed)
     moe = build(config, dtype, save=save)
@@ -209,7 +216,7 @@ def test_moe_equals_the_oracle(
         if dtype == torch.float64:
             torch.testing.assert_close(actual, truth[name], rtol=1e-10, atol=1e-12, msg=name)
         else:
-            assert_close_to_worst(name, actual, baseline[name], truth[name])
+            assert_close(name, actual, baseline[name], truth[name])
 
 
 # ---- shapes and strides

@@ -349,6 +349,38 @@ def test_moe_route_is_what_forward_uses() -> None:
     assert torch.equal(routing.gates, stats.routing.gates)
 
 
+# ---- explain
+
+
+@pytest.mark.parametrize("save", ["preact", "x"])
+def test_moe_explain_counts_what_the_experts_keep(save: Any) -> None:
+    moe = small_moe(save=save, num_experts=3)
+    x = torch.randn(2, 10, 8, requires_grad=True)
+    tokens, routing = x.view(-1, 8), moe.route(x)
+    parameters = {parameter.data_ptr() for parameter in moe.parameters()}
+    kept = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        moe.experts(tokens, routing.expert_ids, routing.gates)
+    explanation = moe.explain(x)
+    assert explanation.backend == "cpu"
+    assert explanation.saved_bytes == sum(kept.values())
+    assert moe.explain(20) == explanation
+    assert moe.explain(0).saved_bytes is not None
+
+
+def test_moe_explain_needs_its_own_experts() -> None:
+    moe = small_moe()
+    foreign = PiperMoE.from_parts(moe.config, moe.router, torch.nn.Identity())
+    with pytest.raises(ConfigError, match="experts must be piper_kernels' own, got Identity"):
+        foreign.explain(3)
+
+
 # ---- bad input
 
 

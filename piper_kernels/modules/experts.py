@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from piper_kernels.config import Backend, MoEConfig, Save, check_choice
 from piper_kernels.functional.experts import experts
+from piper_kernels.functional.explain import Explanation, explain_experts
 from piper_kernels.modules.parameters import (
     Shapes,
     check_tensors,
@@ -99,6 +100,11 @@ class Experts(nn.Module):
             gates: ``[T, K]`` fp32 (fp64 with fp64 x).
         """
         return experts(x, expert_ids, gates, self.gate_up_proj, self.down_proj, **self._options())
+
+    def explain(self, x: Tensor, expert_ids: Tensor, gates: Tensor) -> Explanation:
+        """What ``forward`` would do with these arguments; nothing is computed."""
+        weights = self.gate_up_proj, self.down_proj
+        return explain_experts(x, expert_ids, gates, *weights, **self._options())
 
     def _options(self) -> dict[str, Any]:
         return {
