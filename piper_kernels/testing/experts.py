@@ -172,7 +172,8 @@ def assert_experts_match_oracle(
     assert actual.keys() == truth.keys()
     # inputs are of order 1, so a sum of n products of them is of order sqrt(n)
     most_rows = int(inputs.expert_ids.flatten().bincount().max()) if inputs.x.numel() else 1
-    num_terms = {"y": 1, "x": 1, "gates": inputs.x.shape[1]}
+    inner_size = inputs.down_proj.numel() // inputs.x.shape[1] // len(inputs.down_proj)
+    num_terms = {"y": inner_size, "x": inner_size, "gates": inputs.x.shape[1]}
     for name, value in actual.items():
         assert value.dtype == baseline[name].dtype, f"{name}: {value.dtype}"
         assert_close_to_baseline(

@@ -55,9 +55,8 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-# Units in the last place of a row's scale, on top of the baseline's own error. Where H, I or an
-# expert's rows are few, sums cancel by chance and the scale says little: narrow dtypes hold tight,
-# wide ones still find any fault that is not rounding.
+# Units in the last place of a row's scale, on top of the baseline's own error. In wide dtypes any
+# fault that is not rounding is far above.
 SLACK = {torch.float64: 1000.0, torch.float32: 30.0, torch.bfloat16: 6.0, torch.float16: 6.0}
 
 
@@ -93,10 +92,14 @@ def experts_inputs(draw: st.DrawFn) -> ExpertsInputs:
     activations = SMOOTH + KINKED if dtype.itemsize >= 4 else SMOOTH
     fits = [a for a in activations if layout.is_gated or (a.limit is None and not a.up_offset)]
     num_experts = draw(st.integers(1, 13))
+    # the sums of a row of one or two elements cancel by chance, and its scale says nothing of their
+    # rounding: narrow dtypes have no margin for that
+    narrowest = 1 if dtype.itemsize >= 4 else 8
+    sizes = [size for size in (1, 2, 3, 5, 8, 11, 16, 17, 24, 33) if size >= narrowest]
     inputs = make_experts_inputs(
         num_tokens=draw(st.integers(0, 40)),
-        hidden_size=draw(st.sampled_from((1, 2, 5, 8, 16, 17, 33))),
-        intermediate_size=draw(st.sampled_from((1, 3, 8, 11, 16, 24))),
+        hidden_size=draw(st.sampled_from(sizes)),
+        intermediate_size=draw(st.sampled_from(sizes)),
         num_experts=num_experts,
         top_k=draw(st.one_of(st.integers(1, min(num_experts, 8)), st.just(num_experts))),
         routing=draw(st.sampled_from(ROUTING_KINDS)),
