@@ -240,6 +240,8 @@ def test_replaced_block_returns_stats(family: str) -> None:
     assert stats.routing.expert_ids.shape == (10, 2)
     assert int(stats.expert_counts.sum()) == 20
     assert stats.balance_loss.detach().item() > 0
+    # raw logits, as the router computes them
+    torch.testing.assert_close(stats.routing.logits, moe.router.module(x.reshape(10, 32))[0])
     # replaying the choices gives the same numbers
     again, _ = moe(x, routing=stats.routing, return_stats=True)
     assert torch.equal(again, y)
@@ -260,6 +262,21 @@ def test_replaced_block_honours_a_mask(family: str) -> None:
     torch.testing.assert_close(stats.balance_loss, expected.balance_loss)
     (grad,) = torch.autograd.grad(stats.balance_loss + stats.z_loss, dirty)
     assert not grad[mask == 0].any()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_padding_that_is_nan_reaches_no_parameter(family: str) -> None:
+    model = tiny_model(family)
+    replace_moe_blocks(model)
+    moe = layers_of(model)[0]
+    mask = torch.tensor([1, 1, 0, 1, 0])
+    x = torch.randn(5, 32)
+    x[mask == 0] = torch.nan
+    y, stats = moe(x, mask=mask, return_stats=True)
+    (y[mask != 0].sum() + stats.balance_loss + stats.z_loss).backward()
+    for parameter in (*moe.router.parameters(), *moe.experts.parameters()):
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
 
 
 def test_replaced_block_keeps_its_hooks() -> None:
@@ -323,6 +340,9 @@ def test_replaced_block_applies_jitter_to_the_router_only() -> None:
     quiet, _ = moe(x, routing=stats.routing, return_stats=True)
     assert torch.equal(noisy, quiet)
     assert moe.config.router.jitter == 0.1
+    assert torch.equal(moe.route(x).logits, moe.route(x).logits)
+    moe.train()
+    assert not torch.equal(moe.route(x).logits, moe.route(x).logits)
 
 
 def test_reset_parameters_is_refused() -> None:

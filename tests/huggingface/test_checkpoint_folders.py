@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,33 @@ def test_fuse_folder_leaves_an_existing_destination_alone(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="destination must not exist yet"):
         fuse_folder(tmp_path / "split", tmp_path / "fused")
     assert (tmp_path / "fused" / "precious").read_text() == "kept"
+
+
+def test_fuse_folder_is_on_disk_before_it_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_model("mixtral", tmp_path / "split", is_fused=False)
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def record_fsync(descriptor: int) -> None:
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def record_rename(source: Path, destination: Path) -> None:
+        events.append(f"rename to {destination.name}")
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    fuse_folder(tmp_path / "split", tmp_path / "fused")
+    before = events[: events.index("rename to fused")]
+    files = {path.name for path in (tmp_path / "fused").iterdir()}
+    assert "model.safetensors" in files
+    assert files <= set(before)
+    # the folder that was renamed, before, and its parent, after
+    assert any(name.startswith(".fused.") for name in before)
+    assert events[-1] == tmp_path.name
 
 
 def test_fuse_folder_leaves_nothing_behind_when_the_disk_is_full(
