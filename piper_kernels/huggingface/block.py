@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from piper_kernels.balance import updated_correction_bias
 from piper_kernels.config import MoEConfig
 from piper_kernels.errors import ConfigError, instruction
+from piper_kernels.functional.explain import Explanation
+from piper_kernels.huggingface.experts_function import explain_experts_function
 from piper_kernels.huggingface.families import BlockFamily, read_config, without_adapters
 from piper_kernels.huggingface.registry import EXPERTS_IMPLEMENTATION
 from piper_kernels.moe import PiperMoE
@@ -157,6 +159,23 @@ class HuggingFaceMoE(PiperMoE):
             return super().forward(x, mask=mask, routing=routing)
         chosen = self.route(x, mask=mask) if routing is None else routing
         return super().forward(x, routing=chosen), chosen.gates.to(x.dtype)
+
+    def explain(self, x: Tensor | int) -> Explanation:
+        """As :meth:`PiperMoE.explain`; an adapter on the experts is not counted.
+
+        Args:
+            x: as in ``forward``, or a number of tokens.
+        """
+        experts = without_adapters(self.experts)
+        if isinstance(x, int):
+            # one row seen T times: a question costs no memory
+            tokens = experts.down_proj.new_empty(1, self.config.hidden_size).expand(x, -1)
+        else:
+            tokens = x.reshape(-1, x.shape[-1])
+        shape = tokens.shape[0], self.config.top_k
+        expert_ids = tokens.new_empty(1, 1, dtype=torch.int64).expand(shape)
+        gates = tokens.new_empty(1, 1, dtype=torch.float32).expand(shape)
+        return explain_experts_function(experts, tokens, expert_ids, gates)
 
     def reset_parameters(self) -> None:
         """Refused: transformers initialises its modules itself.

@@ -345,6 +345,17 @@ def test_replaced_block_applies_jitter_to_the_router_only() -> None:
     assert not torch.equal(moe.route(x).logits, moe.route(x).logits)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_replaced_block_explains_itself(family: str) -> None:
+    model = tiny_model(family)
+    replace_moe_blocks(model)
+    moe = layers_of(model)[0]
+    explanation = moe.explain(1000)
+    assert (explanation.backend, explanation.path) == ("cpu", "fused")
+    assert explanation.saved_bytes > 1000 * 32 * 4
+    assert moe.explain(torch.zeros(2, 500, 32)) == explanation
+
+
 def test_reset_parameters_is_refused() -> None:
     model = tiny_model("mixtral")
     replace_moe_blocks(model)
