@@ -85,6 +85,10 @@ def exclude_groups(order: Tensor, scores: Tensor, config: RouterConfig) -> Tenso
         group_scores = by_group.topk(min(2, size), dim=-1).values.sum(-1)
     groups = choose_experts(group_scores, config.num_selected_groups)
     is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, groups, False)
+    # one step above what choose_experts takes -inf for, so that an expert masked with -inf or the
+    # dtype's lowest number still comes before those of an excluded group
+    limits = torch.finfo(order.dtype)
+    order = order.clamp(min=limits.min * (1.0 - limits.eps))
     # -inf, not 0: a negative score in a good group must still win (field report A33)
     return order.masked_fill(is_out.repeat_interleave(size, dim=1), -torch.inf)
 

@@ -3,6 +3,7 @@
 Letters: H hidden_size, I intermediate_size, E num_experts, K top_k (docs/glossary.md).
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -36,6 +37,21 @@ def _require_positive(function: str, **sizes: int) -> None:
         # repr tells '8' from 8; a traced size has none
         given = size if is_int else repr(size)
         require(is_int and size >= 1, function, name, "be an integer >= 1", given)
+
+
+def _require_finite(function: str, **values: float) -> None:
+    for name, value in values.items():
+        require(-math.inf < value < math.inf, function, name, "be a finite number", value)
+
+
+def require_type(function: str, argument: str, value: object, wanted: type) -> None:
+    """Raise ``ConfigError`` unless ``value`` is of the type ``wanted``, or of a subclass."""
+    requirement = f"be of type {wanted.__name__}"
+    remedy = f"Pass e.g. {wanted.__name__}(...)." if wanted is not float else ""
+    # what is a float is also an int: 1 stands for 1.0, True does not
+    is_number = wanted is float and isinstance(value, int) and not isinstance(value, bool)
+    if not is_number and not isinstance(value, wanted):
+        raise ConfigError(instruction(function, argument, requirement, repr(value), remedy))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +133,7 @@ class Activation:
             "be 1.0 unless function is 'silu'",
             self.alpha,
         )
+        _require_finite("Activation", alpha=self.alpha, up_offset=self.up_offset)
         require(
             self.limit is None or self.limit > 0,
             "Activation",
@@ -192,6 +209,7 @@ class RouterConfig:
             f"be at most num_groups = {self.num_groups}",
             self.num_selected_groups,
         )
+        _require_finite(name, scaling_factor=self.scaling_factor)
         require(0.0 <= self.jitter < 1.0, name, "jitter", "be in [0, 1)", self.jitter)
 
     def check_sizes(self, function: str, num_experts: int, top_k: int) -> None:
@@ -288,6 +306,13 @@ class MoEConfig:
             num_experts=self.num_experts,
             top_k=self.top_k,
         )
+        require_type("MoEConfig", "router", self.router, RouterConfig)
+        require_type("MoEConfig", "activation", self.activation, Activation)
+        require_type("MoEConfig", "layout", self.layout, WeightLayout)
+        if self.shared_experts is not None:
+            require_type("MoEConfig", "shared_experts", self.shared_experts, SharedExpertsConfig)
+        if self.capacity_factor is not None:
+            require_type("MoEConfig", "capacity_factor", self.capacity_factor, float)
         self.router.check_sizes("MoEConfig", self.num_experts, self.top_k)
         self.activation.check_layout("MoEConfig", self.layout)
         require(

@@ -137,7 +137,9 @@ class Permutation:
         row_to_slot, slot_to_row = self.row_to_slot.cpu().long(), self.slot_to_row.cpu().long()
         rows = torch.arange(self.num_rows)
         offsets = self.expert_offsets.cpu().long()
-        sorted_ids = slot_ids.clamp(max=self.num_experts)[row_to_slot]
+        # a sentinel may be any number: bincount would make room for the largest
+        slot_ids = slot_ids.clamp(max=self.num_experts)
+        sorted_ids = slot_ids[row_to_slot]
         expected_counts = torch.bincount(slot_ids, minlength=self.num_experts)[: self.num_experts]
         same_expert = sorted_ids[1:] == sorted_ids[:-1]
         promises = {

@@ -312,6 +312,20 @@ def test_choose_keeps_out_of_excluded_groups_with_negative_scores() -> None:
     torch.testing.assert_close(gates, torch.tensor([[1.25311, 1.24689]]), rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_choose_keeps_out_of_excluded_groups_with_masked_experts(
+    dtype: torch.dtype, has_bias: bool
+) -> None:
+    """Experts masked by the lowest number, or a bias of -inf, still beat an excluded group's."""
+    config = RouterConfig(num_groups=2, num_selected_groups=1)
+    lowest = 0.0 if has_bias else torch.finfo(dtype).min
+    logits = torch.tensor([[-5.0, -4.0, 1.0, lowest]], dtype=dtype)
+    bias = torch.tensor([0.0, 0.0, 0.0, -torch.inf], dtype=dtype) if has_bias else None
+    expert_ids, _ = choose(logits, 2, config, bias)
+    assert expert_ids.tolist() == [[2, 3]]
+
+
 def test_choose_group_of_one_counts_its_single_score() -> None:
     """A34: E = num_groups is plain top-k over the selected groups."""
     config = RouterConfig(num_groups=8, num_selected_groups=4, group_score="top2_sum")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -72,6 +73,9 @@ def test_activation_presets() -> None:
         ),
         ({"limit": 0.0}, r"limit must be > 0 or None, got 0\.0"),
         ({"limit": -1.0}, r"limit must be > 0 or None, got -1\.0"),
+        ({"alpha": float("nan")}, "alpha must be a finite number, got nan"),
+        ({"up_offset": float("nan")}, "up_offset must be a finite number, got nan"),
+        ({"up_offset": float("inf")}, "up_offset must be a finite number, got inf"),
     ],
 )
 def test_activation_messages(options: dict[str, Any], match: str) -> None:
@@ -106,6 +110,8 @@ def test_activation_check_layout_needs_a_gate(activation: Activation) -> None:
         ({"jitter": 1.0}, r"jitter must be in \[0, 1\), got 1\.0"),
         ({"jitter": -0.1}, r"jitter must be in \[0, 1\), got -0\.1"),
         ({"jitter": float("nan")}, r"jitter must be in \[0, 1\), got nan"),
+        ({"scaling_factor": float("nan")}, "scaling_factor must be a finite number, got nan"),
+        ({"scaling_factor": -float("inf")}, "scaling_factor must be a finite number, got -inf"),
     ],
 )
 def test_router_config_messages(options: dict[str, Any], match: str) -> None:
@@ -153,6 +159,28 @@ def test_check_sizes_accepts_the_edges(num_experts: int, top_k: int) -> None:
 def test_moe_config_sizes_are_positive_integers(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^MoEConfig: {name} must be an integer >= 1, got "):
         MoEConfig(**{**SIZES, name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("activation", "silu", "Activation"),
+        ("router", "softmax_topk", "RouterConfig"),
+        ("router", None, "RouterConfig"),
+        ("layout", "transposed", "WeightLayout"),
+        ("shared_experts", 12, "SharedExpertsConfig"),
+        ("capacity_factor", "1.25", "float"),
+        ("capacity_factor", True, "float"),
+    ],
+)
+def test_moe_config_refuses_parts_of_another_type(name: str, value: object, wanted: str) -> None:
+    match = rf"^MoEConfig: {name} must be of type {wanted}, got {re.escape(repr(value))}\."
+    with pytest.raises(ConfigError, match=match):
+        MoEConfig(**SIZES, **{name: value})
+
+
+def test_moe_config_takes_an_integer_for_a_float() -> None:
+    assert MoEConfig(**SIZES, capacity_factor=2).capacity_factor == 2
 
 
 def test_moe_config_checks_its_parts() -> None:

@@ -450,3 +450,15 @@ except Exception as error:
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("BackendError experts: backend must be able to run here")
     assert "no triton package" in run.stdout
+
+
+def test_moe_offloaded_by_accelerate() -> None:
+    """Offloaded weights lie on meta until their own module is called."""
+    accelerate = pytest.importorskip("accelerate")
+    moe, x = small_moe(), torch.randn(5, 8)
+    wanted = moe(x)
+    routing = moe.route(x)
+    accelerate.cpu_offload(moe, execution_device=torch.device("cpu"))
+    assert moe.router.weight.is_meta
+    assert torch.equal(moe(x), wanted)
+    assert torch.equal(moe(x, routing=routing), wanted)

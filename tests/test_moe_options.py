@@ -417,3 +417,9 @@ def test_moe_prints_what_is_not_default() -> None:
         assert part in text
     for part in ("capacity_factor", "layout", "shared_experts"):
         assert part not in text
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn])
+def test_moe_refuses_a_dtype_that_no_layer_computes_in(dtype: torch.dtype) -> None:
+    with pytest.raises(DtypeError, match=r"PiperMoE: dtype must be one of float32, .*, got"):
+        PiperMoE(8, 6, 4, 2, dtype=dtype)

@@ -193,6 +193,15 @@ def test_check_reports_a_negative_id() -> None:
         permutation.check(ids)
 
 
+@pytest.mark.parametrize("sentinel", [3, 2**31, 2**62])
+def test_check_takes_any_sentinel(sentinel: int) -> None:
+    """Any id >= E marks a slot that nobody computes, also a dtype's largest number."""
+    ids = torch.tensor([[0, sentinel], [sentinel, 2]])
+    permutation = Permutation.from_expert_ids(ids, 3)
+    permutation.check(ids)
+    assert permutation.expert_counts.tolist() == [1, 0, 1]
+
+
 def shapes(permutation: Permutation) -> list[tuple[int, ...]]:
     return [tuple(getattr(permutation, name).shape) for name in FIELDS]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from piper_kernels.config import SWIGLU, Activation, Backend, Save, WeightLayout
+from piper_kernels.config import SWIGLU, Activation, Backend, Save, WeightLayout, require_type
 from piper_kernels.contracts import ExpertsWeights
 from piper_kernels.functional.backend import choose_for
 from piper_kernels.functional.checks import check_experts
@@ -79,6 +79,9 @@ def experts(
     """
     name = "experts"
     layout = layout or WeightLayout()
+    require_type(name, "layout", layout, WeightLayout)
+    if not callable(activation):
+        require_type(name, "activation", activation, Activation)
     check_experts(
         name, x, expert_ids, gates, gate_up_proj, down_proj, gate_up_bias, down_bias, layout, save
     )

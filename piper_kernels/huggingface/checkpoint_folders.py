@@ -38,11 +38,37 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint folder."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        wish = "be a readable JSON file"
+        raise CheckpointError(instruction("convert_checkpoint", str(path), wish, error)) from error
+    if not isinstance(content, dict):
+        wish, given = "be a JSON object", type(content).__name__
+        raise CheckpointError(instruction("convert_checkpoint", str(path), wish, given))
+    return content
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Which file holds which key, as the folder's index says; empty without an index."""
+    path = folder / INDEX
+    if not path.is_file():
+        return {}
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        wish, given = "hold a 'weight_map' of keys and files", repr(weight_map)
+        raise CheckpointError(instruction("convert_checkpoint", str(path), wish, given))
+    return weight_map
+
+
 class _Source:
-    """The tensors of all safetensors files of a folder, read one at a time."""
+    """The tensors of a folder's safetensors files (its index's, if there is one), one at a time."""
 
     def __init__(self, folder: Path, opened: ExitStack) -> None:
-        files = sorted(folder.glob("*.safetensors"))
+        index = _read_index(folder)
+        files = sorted({folder / name for name in index.values()} or folder.glob("*.safetensors"))
         others = sorted(p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth"})
         require(
             bool(files),
@@ -73,6 +99,14 @@ class _Source:
                 piece = file.get_slice(key)
                 shape = tuple(piece.get_shape())
                 self.infos[key] = TensorInfo(shape=shape, dtype=piece.get_dtype())
+        lost = [key for key in index if key not in self.infos]
+        if lost:
+            wish = f"hold {lost[0]!r}, as {INDEX} says"
+            given = "no such key" + (f" and {len(lost) - 1} more missing" if lost[1:] else "")
+            remedy = "The checkpoint is incomplete: fetch the file again."
+            raise CheckpointError(
+                instruction("convert_checkpoint", f"{index[lost[0]]!r}", wish, given, remedy)
+            )
         self._last: tuple[str, Tensor] | None = None
 
     def read(self, key: str) -> Tensor:
@@ -87,9 +121,10 @@ def _expert_count(folder: Path) -> int | None:
     path = folder / "config.json"
     if not path.is_file():
         return None
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
-    counts = [config[name] for name in _EXPERT_COUNTS if isinstance(config.get(name), int)]
+    config = _read_json(path)
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    counts = [config[name] for name in _EXPERT_COUNTS if type(config.get(name)) is int]
     return counts[0] if counts else None
 
 
@@ -192,7 +227,8 @@ def fuse_folder(
 
     Args:
         source: a folder as ``save_pretrained`` or the hub gives it. If its ``config.json`` states
-            the number of experts, every layer must hold that many.
+            the number of experts, every layer must hold that many; if it has an index, the index's
+            files are read, and each key that it lists must be there.
         destination: a folder that does not exist yet.
         names: the convention; default: found as in :func:`fuse_experts`.
         max_shard_bytes: a file is closed before it would pass this size.

@@ -166,6 +166,21 @@ def _check_matrices(
         )
 
 
+def _first_source(step: Step) -> str:
+    return step.sources[0][0] if isinstance(step, Stack) else step.source
+
+
+def _add(function: str, plan: Plan, target: str, step: Step) -> None:
+    """Two keys must not become one: renames map different names to the same."""
+    if target in plan:
+        sources = f"{_first_source(plan[target])!r} and {_first_source(step)!r}"
+        wanted = f"hold one tensor for {target!r}"
+        remedy = "They are named by two conventions: remove one of them."
+        error = instruction(function, "the checkpoint", wanted, sources, remedy)
+        raise CheckpointError(error)
+    plan[target] = step
+
+
 def plan_fusion(
     infos: Mapping[str, TensorInfo], names: ExpertNames, num_experts: int | None = None
 ) -> Plan:
@@ -179,7 +194,7 @@ def plan_fusion(
         num_experts: E; default: one more than the highest expert id of all layers.
 
     Raises:
-        CheckpointError: naming the key that is missing, odd, or of a wrong shape or dtype.
+        CheckpointError: naming the key that is missing, odd, double, or of a wrong shape or dtype.
     """
     layers, _ = _collect(infos, names)
     highest = max((e for keys in layers.values() for e, _ in keys), default=-1)
@@ -189,15 +204,17 @@ def plan_fusion(
         _check_matrices(infos, keys, names)
     firsts = (names.up,) if names.gate is None else (names.gate, names.up)
     plan: Plan = {}
+    done: set[str] = set()
     for key in infos:
         inside = IN_EXPERTS.fullmatch(key)
         if not inside or inside["prefix"] not in layers:
-            plan[names.to_fused(key)] = Copy(source=key)
-            continue
-        keys, target = layers[inside["prefix"]], names.to_fused(inside["prefix"])
-        for part, sources in ((names.fused_first, firsts), ("down_proj", (names.down,))):
-            experts = tuple(tuple(keys[e, s] for s in sources) for e in range(count))
-            plan.setdefault(f"{target}.{part}", Stack(sources=experts))
+            _add("fuse_experts", plan, names.to_fused(key), Copy(source=key))
+        elif inside["prefix"] not in done:
+            done.add(inside["prefix"])
+            keys, target = layers[inside["prefix"]], names.to_fused(inside["prefix"])
+            for part, sources in ((names.fused_first, firsts), ("down_proj", (names.down,))):
+                experts = tuple(tuple(keys[e, s] for s in sources) for e in range(count))
+                _add("fuse_experts", plan, f"{target}.{part}", Stack(sources=experts))
     return plan
 
 
@@ -231,14 +248,14 @@ def plan_split(infos: Mapping[str, TensorInfo], names: ExpertNames) -> Plan:
     """How to make a per-expert checkpoint out of a fused one: the inverse of `plan_fusion`.
 
     Raises:
-        CheckpointError: naming the key that is missing, odd or of a wrong shape.
+        CheckpointError: naming the key that is missing, odd, double or of a wrong shape.
     """
     plan: Plan = {}
     num_layers = 0
     for key, info in infos.items():
         inside = IN_EXPERTS.fullmatch(key)
         if not inside:
-            plan[names.to_per_expert(key)] = Copy(source=key)
+            _add("split_experts", plan, names.to_per_expert(key), Copy(source=key))
             continue
         prefix, rest = names.to_per_expert(inside["prefix"]), inside["rest"]
         if rest == names.fused_first:
@@ -253,7 +270,7 @@ def plan_split(infos: Mapping[str, TensorInfo], names: ExpertNames) -> Plan:
         for e in range(info.shape[0]):
             for i, part in enumerate(parts):
                 piece = Slice(source=key, expert=e, start=i * size, end=(i + 1) * size)
-                plan[f"{prefix}.{e}.{part}.weight"] = piece
+                _add("split_experts", plan, f"{prefix}.{e}.{part}.weight", piece)
     wanted = f"hold keys <prefix>.experts.{names.fused_first}"
     require(
         num_layers > 0, "split_experts", "the checkpoint", wanted, "none", error=CheckpointError

@@ -29,7 +29,8 @@ def flatten_tokens(
     Raises:
         ShapeError: x or mask has another shape.
         DtypeError: x is not floating.
-        DeviceError: x or mask is elsewhere than the router.
+        DeviceError: x or mask is elsewhere than the router; a router on meta is left to its own
+            check, since accelerate's offloading fills its weight only while it is called.
     """
     hidden_size = router_weight.shape[1]
     if x.ndim < 2 or x.shape[-1] != hidden_size:
@@ -38,7 +39,8 @@ def flatten_tokens(
         given = f"shape {tuple(x.shape)}"
         raise ShapeError(instruction("PiperMoE", "x", requirement, given, remedy))
     check_dtype("PiperMoE", "x", x, LOGITS_DTYPES)
-    check_same_device("PiperMoE", {"router.weight": router_weight, "x": x, "mask": mask})
+    owner = None if router_weight.is_meta else router_weight
+    check_same_device("PiperMoE", {"router.weight": owner, "x": x, "mask": mask})
     tokens = x.reshape(-1, hidden_size)
     if mask is None:
         return tokens, None
@@ -73,6 +75,8 @@ def adopt_routing(
     check_same_device("PiperMoE", {"x": tokens, "routing.expert_ids": routing.expert_ids})
     gates = routing.gates
     for parameter in router.parameters():
-        # the sum of nothing: data-parallel wrappers wait for a gradient of every parameter
-        gates = gates + parameter[:0].sum()
+        # the sum of nothing: data-parallel wrappers wait for a gradient of every parameter, except
+        # of one that accelerate has offloaded to meta
+        if parameter.device == gates.device:
+            gates = gates + parameter[:0].sum()
     return replace(routing, gates=gates)

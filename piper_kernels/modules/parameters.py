@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from piper_kernels.errors import ConfigError, check_shape, instruction
+from piper_kernels.errors import ConfigError, check_dtype, check_shape, instruction
+from piper_kernels.routing import LOGITS_DTYPES
 
 Shapes = Mapping[str, tuple[int, ...] | None]
 
@@ -32,7 +33,13 @@ def check_tensors(function: str, shapes: Shapes, tensors: Mapping[str, Tensor | 
 def new_parameters(
     shapes: Shapes, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """Uninitialised parameters, ``None`` where there is no shape."""
+    """Uninitialised parameters, ``None`` where there is no shape.
+
+    Raises:
+        DtypeError: no layer computes in ``dtype``.
+    """
+    if dtype is not None:
+        check_dtype("PiperMoE", "dtype", torch.empty(0, dtype=dtype), LOGITS_DTYPES)
     return {
         name: None
         if shape is None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from piper_kernels.balance import updated_correction_bias
 from piper_kernels.config import MoEConfig
-from piper_kernels.errors import ConfigError, check_dtype, instruction
+from piper_kernels.errors import ConfigError, check_dtype, check_same_device, instruction
 from piper_kernels.functional.dtypes import is_autocast_active
 from piper_kernels.modules.parameters import (
     Shapes,
@@ -98,7 +98,11 @@ class Router(nn.Module):
 
         Returns:
             The routing; gates and logits are differentiable.
+
+        Raises:
+            DeviceError: x is elsewhere than the weight.
         """
+        check_same_device("Router", {"weight": self.weight, "x": x, "mask": mask})
         if mask is not None:
             x = torch.where((mask != 0)[:, None], x, 0.0)
         if self.training and self.config.router.jitter > 0:

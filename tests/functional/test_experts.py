@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import pytest
@@ -20,6 +21,7 @@ from piper_kernels.config import (
     WeightLayout,
 )
 from piper_kernels.cpu import matrices
+from piper_kernels.errors import ConfigError
 from piper_kernels.functional.experts import experts
 from piper_kernels.testing import ROUTING_KINDS, guard_with_nan
 from piper_kernels.testing.experts import (
@@ -437,3 +439,16 @@ def test_experts_functional_call_and_views() -> None:
     arguments = (inputs.x, inputs.expert_ids, inputs.gates)
     y = torch.func.functional_call(Experts(), parameters, arguments)
     assert torch.equal(y, run_experts(experts, inputs)["y"])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"activation": "silu"}, "activation must be of type Activation, got 'silu'"),
+        ({"layout": "halves"}, "layout must be of type WeightLayout, got 'halves'"),
+    ],
+)
+def test_experts_refuses_names_for_objects(options: dict[str, Any], match: str) -> None:
+    x, ids, gates = torch.randn(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    with pytest.raises(ConfigError, match=f"^experts: {match}"):
+        experts(x, ids, gates, torch.randn(3, 6, 4), torch.randn(3, 4, 3), **options)

@@ -449,3 +449,22 @@ def test_block_router_shows_the_parameters_of_the_block() -> None:
     assert moe.router.weight is gate.weight
     assert moe.router.bias is gate.bias
     assert [id(p) for p in moe.router.parameters()] == [id(p) for p in gate.parameters()]
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("is_replaced_first", [False, True])
+def test_replaced_model_offloaded_by_accelerate(family: str, is_replaced_first: bool) -> None:
+    """Offloaded weights lie on meta until their own module is called."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model(family).eval()
+    model.set_experts_implementation("piper")
+    wanted = logits(model)
+    if is_replaced_first:
+        replace_moe_blocks(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    if not is_replaced_first:
+        replace_moe_blocks(model)
+    assert all(layer.router.weight.is_meta for layer in layers_of(model))
+    assert torch.equal(logits(model), wanted)
+    restore_moe_blocks(model)
+    assert torch.equal(logits(model), wanted)

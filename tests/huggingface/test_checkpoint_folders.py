@@ -1,3 +1,4 @@
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from piper_kernels.errors import CheckpointError
-from piper_kernels.huggingface.checkpoint_folders import fuse_folder, split_folder
+from piper_kernels.huggingface.checkpoint_folders import INDEX, fuse_folder, split_folder
 from piper_kernels.huggingface.checkpoint_names import MIXTRAL_NAMES, NEMOTRON_NAMES, QWEN_NAMES
 from piper_kernels.testing.model_steps import token_ids
 from piper_kernels.testing.tiny_models import tiny_model
@@ -165,3 +166,59 @@ def test_fuse_folder_leaves_nothing_behind_when_the_disk_is_full(
         fuse_folder(tmp_path / "split", tmp_path / "fused", max_shard_bytes=30_000)
     assert written
     assert [path.name for path in tmp_path.iterdir()] == ["split"]
+
+
+def test_fuse_folder_misses_what_the_index_lists(tmp_path: Path) -> None:
+    """A lost shard without experts in it: its keys would silently be absent from the result."""
+    saved_model("mixtral", tmp_path / "whole", is_fused=False)
+    fuse_folder(tmp_path / "whole", tmp_path / "fused")
+    split_folder(tmp_path / "fused", tmp_path / "split", names=MIXTRAL_NAMES, max_shard_bytes=9_000)
+    index = json.loads((tmp_path / "split" / INDEX).read_text())["weight_map"]
+    shard = tmp_path / "split" / index["lm_head.weight"]
+    others = [key for key, name in index.items() if name == shard.name]
+    save_file({key: torch.zeros(1) for key in others if key != "lm_head.weight"}, shard)
+    with pytest.raises(
+        CheckpointError, match=r"must hold 'lm_head\.weight', as model\.safetensors\.index\.json"
+    ):
+        fuse_folder(tmp_path / "split", tmp_path / "again")
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        fuse_folder(tmp_path / "split", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_fuse_folder_reads_the_files_of_the_index_only(tmp_path: Path) -> None:
+    """Repositories carry the same weights a second time, e.g. as consolidated.safetensors."""
+    model = saved_model("mixtral", tmp_path / "whole", is_fused=False)
+    source = tmp_path / "whole"
+    state = load_file(source / "model.safetensors")
+    weight_map = dict.fromkeys(state, "model.safetensors")
+    (source / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    save_file(
+        {"layers.0.feed_forward.experts.0.w1": torch.zeros(2)}, source / "consolidated.safetensors"
+    )
+    fuse_folder(source, tmp_path / "fused")
+    reloaded = type(model).from_pretrained(tmp_path / "fused")
+    assert_bit_equal(dict(reloaded.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [("{half", "must be a readable JSON file"), ("[]", "must be a JSON object, got list")],
+)
+def test_fuse_folder_names_a_corrupt_json_file(
+    tmp_path: Path, name: str, text: str, match: str
+) -> None:
+    saved_model("mixtral", tmp_path / "split", is_fused=False)
+    (tmp_path / "split" / name).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{name} {match}"):
+        fuse_folder(tmp_path / "split", tmp_path / "fused")
+
+
+def test_fuse_folder_takes_an_empty_text_config(tmp_path: Path) -> None:
+    saved_model("mixtral", tmp_path / "split", is_fused=False)
+    file = tmp_path / "split" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"text_config": None}))
+    fuse_folder(tmp_path / "split", tmp_path / "fused")
+    assert (tmp_path / "fused").is_dir()

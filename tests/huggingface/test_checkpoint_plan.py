@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from piper_kernels.errors import CheckpointError
-from piper_kernels.huggingface.checkpoint_names import QWEN_NAMES
+from piper_kernels.huggingface.checkpoint_names import MIXTRAL_NAMES, QWEN_NAMES
 from piper_kernels.huggingface.checkpoint_plan import (
     Copy,
     Slice,
@@ -186,3 +186,34 @@ def test_plan_split_names_wrong_shapes(shape: tuple[int, ...]) -> None:
     with pytest.raises(CheckpointError, match=r"\(E, 2I, H\) and \(E, H, I\).*gpt-oss") as caught:
         plan_split(infos, QWEN_NAMES)
     assert str(shape) in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["gate.weight", "experts.0.w1.weight", "experts.gate_up_proj"])
+def test_plan_fusion_refuses_two_keys_that_become_one(part: str) -> None:
+    """Mixtral's rename maps both names of a block to one; the second must not vanish."""
+    infos = {
+        f"layers.0.block_sparse_moe.experts.0.{name}.weight": TensorInfo(shape=(2, 2), dtype="F32")
+        for name in MIXTRAL_NAMES.parts
+    }
+    info = TensorInfo(shape=(2, 2), dtype="F32")
+    if part.startswith("experts.0"):
+        infos |= {key.replace("block_sparse_moe", "mlp"): info for key in infos}
+    else:
+        infos |= {f"layers.0.{block}.{part}": info for block in ("mlp", "block_sparse_moe")}
+        if part.startswith("experts"):
+            del infos[f"layers.0.block_sparse_moe.{part}"]
+    with pytest.raises(
+        CheckpointError,
+        match=r"one tensor for 'layers\.0\.mlp\..*' and 'layers\.0\..*by two conventions",
+    ):
+        plan_fusion(infos, MIXTRAL_NAMES)
+
+
+def test_plan_split_refuses_two_keys_that_become_one() -> None:
+    info = TensorInfo(shape=(2, 2), dtype="F32")
+    infos = fused_infos() | {
+        "model.layers.0.mlp.gate.weight": info,
+        "model.layers.0.block_sparse_moe.gate.weight": info,
+    }
+    with pytest.raises(CheckpointError, match=r"split_experts: .* one tensor for .*gate\.weight'"):
+        plan_split(infos, MIXTRAL_NAMES)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper_kernels import MoEConfig, RouterConfig
-from piper_kernels.errors import ConfigError, DtypeError, ShapeError
+from piper_kernels.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from piper_kernels.modules.router import Router, wide_linear
 
 
@@ -162,3 +162,10 @@ def test_router_is_wide_whatever_its_dtype(dtype: torch.dtype) -> None:
     assert routing.logits.dtype == routing.gates.dtype == wide
     expected = F.linear(x.to(wide), router.weight.to(wide), router.bias.to(wide))
     torch.testing.assert_close(routing.logits, expected)
+
+
+def test_router_names_a_device_that_differs() -> None:
+    config = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=3, top_k=1)
+    match = r"Router: x must be on the device of weight \(meta\), got cpu"
+    with pytest.raises(DeviceError, match=match):
+        Router.build(config, device="meta")(torch.randn(2, 4))
