@@ -29,7 +29,7 @@ def test_run_trains_refuses_to_clobber_overwrites_and_resumes(
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert cli.main(arguments) == 0
     shown = capsys.readouterr()
-    assert "olmoe, 16,656 parameters, fp32, grouped_mm experts, on cpu" in shown.out
+    assert "olmoe, 16,656 parameters, fp32, piper experts, on cpu" in shown.out
     assert "step      4/4" in shown.out
     assert max(map(len, shown.out.splitlines())) <= 100
     first = read_metrics(metrics)
