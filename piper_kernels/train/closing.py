@@ -38,13 +38,13 @@ def close_run(run: Run, folder: RunFolder, console: Console) -> None:
     draw_run(folder.picture, records, entropies, run.trainer.counter.layers, title)
     if settings.sample_tokens > 0:
         _write_sample(run, folder, console)
+    console.print(loss_table(entropies, loss, run.held_out.scored_bytes))
     timings: list[Timing] = []
     if settings.compare_rounds > 0:
-        # a batch of the same text as the last step's
+        # the batch that the next step would have drawn
         windows = run.trainer.sampler.windows(run.trainer.samples_drawn, settings.microbatch_size)
         timings = compare_experts(model, windows, settings)
         console.print(timing_table(timings))
-    console.print(loss_table(entropies, loss, run.held_out.scored_bytes))
     summary = _summary(run, entropies, loss, timings)
     folder.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     for what, path in (("picture", folder.picture), ("model", folder.model)):

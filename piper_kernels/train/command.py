@@ -14,9 +14,9 @@ import argparse
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from piper_kernels.errors import ConfigError, instruction, require
+from piper_kernels.errors import CheckpointError, ConfigError, instruction, require
 from piper_kernels.train.flags import add_flags, settings_toml, stated_settings
 from piper_kernels.train.settings import resumed_settings, settings_from
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from piper_kernels.train.run import Run
+    from piper_kernels.train.run_folder import RunFolder
 
 _PACKAGES = ("transformers", "safetensors", "matplotlib")
 
@@ -82,7 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         folder.close()
 
 
-def _train_and_close(built: "Run", folder: Any) -> int:
+def _train_and_close(built: "Run", folder: "RunFolder") -> int:
+    from safetensors import SafetensorError
+
     from piper_kernels.train.closing import close_run
     from piper_kernels.train.progress import make_console, open_progress
     from piper_kernels.train.run import train
@@ -90,17 +93,21 @@ def _train_and_close(built: "Run", folder: Any) -> int:
 
     console = make_console()
     _introduce(built, console)
-    layers = built.trainer.counter.layers
-    progress = open_progress(console, built.settings.steps, layers)
-    with StopRequest() as stop, progress:
-        is_finished = train(built, folder, progress, stop)
+    progress = open_progress(console, built.settings.steps, built.trainer.counter.layers)
+    again = f"piper train --resume --out {folder.path}"
+    try:
+        with StopRequest() as stop, progress:
+            is_finished = train(built, folder, progress, stop)
+        if is_finished:
+            close_run(built, folder, console)
+    except (OSError, SafetensorError) as error:
+        remedy = f"Free the disk, then go on with: {again}."
+        message = instruction("train", str(folder.path), "take the run's files", error, remedy)
+        raise CheckpointError(message) from error
     if not is_finished:
-        command = f"piper train --resume --out {built.settings.out}"
-        where = f"stopped at step {built.trainer.step}; go on with: {command}"
+        where = f"stopped at step {built.trainer.step}; go on with: {again}"
         console.print(where, highlight=False, soft_wrap=True)
-        return 130
-    close_run(built, folder, console)
-    return 0
+    return 0 if is_finished else 130
 
 
 def _introduce(built: "Run", console: "Console") -> None:

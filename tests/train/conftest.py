@@ -40,7 +40,7 @@ def tiny_settings(text_file: Path, tmp_path: Path) -> Callable[..., TrainSetting
         values: dict[str, Any] = {
             "data": [str(text_file)],
             "model_override": TINY_MODEL,
-            "experts": "grouped_mm",
+            "experts": "piper",
             "steps": 4,
             "warmup_steps": 1,
             "batch_size": 4,

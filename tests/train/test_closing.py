@@ -19,9 +19,7 @@ from piper_kernels.train.stopping import StopRequest
 def test_close_run_leaves_tables_picture_sample_and_model(
     tiny_settings: Callable[..., TrainSettings],
 ) -> None:
-    settings = tiny_settings(
-        experts="piper", sample_tokens=20, compare_rounds=2, prompt="The \x1b "
-    )
+    settings = tiny_settings(sample_tokens=20, compare_rounds=2, prompt="The \x1b ")
     folder = RunFolder(settings.out, is_resumed=False, may_overwrite=False)
     folder.start("")
     run = build_run(settings, None)

@@ -1,21 +1,23 @@
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from piper_kernels import cli
-from piper_kernels.train import command
-from piper_kernels.train.metrics import read_metrics
+from piper_kernels.train import closing, command
+from piper_kernels.train.flags import settings_toml
+from piper_kernels.train.metrics import MetricsFile, read_metrics
 from piper_kernels.train.settings import TrainSettings
 
 
 @pytest.fixture
 def arguments(tiny_settings: Callable[..., TrainSettings], tmp_path: Path) -> list[str]:
     """``piper train`` with the tiny settings, from a file, into ``tmp_path/run``."""
-    from piper_kernels.train.flags import settings_toml
-
     config = tmp_path / "tiny.toml"
     config.write_text(settings_toml(tiny_settings()))
     return ["train", "--config", str(config)]
@@ -27,7 +29,7 @@ def test_run_trains_refuses_to_clobber_overwrites_and_resumes(
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert cli.main(arguments) == 0
     shown = capsys.readouterr()
-    assert "olmoe, 16,656 parameters, fp32, grouped_mm experts, on cpu" in shown.out
+    assert "olmoe, 16,656 parameters, fp32, piper experts, on cpu" in shown.out
     assert "step      4/4" in shown.out
     assert max(map(len, shown.out.splitlines())) <= 100
     first = read_metrics(metrics)
@@ -79,6 +81,27 @@ def test_run_says_what_is_wrong_in_one_line(
     assert shown.startswith("piper train: ")
     assert message in shown
     assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("owner", "name"), [(MetricsFile, "append"), (closing, "draw_run")])
+def test_run_explains_a_full_disk_wherever_it_strikes(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    owner: Any,
+    name: str,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        assert cli.main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert "must take the run's files, got [Errno 28] No space left on device. Free" in shown
+    assert f"go on with: piper train --resume --out {tmp_path / 'run'}" in shown
+    assert cli.main(["train", "--out", str(tmp_path / "run"), "--resume"]) == 0
 
 
 def test_run_names_a_missing_package(

@@ -47,7 +47,7 @@ def test_compare_experts_times_whole_steps_and_leaves_the_model_alone(make_train
     for parameter, old in zip(trainer.model.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
         assert parameter.grad is None
-    assert trainer.model.config._experts_implementation == "grouped_mm"
+    assert trainer.model.config._experts_implementation == "piper"
     # nothing was counted as training
     assert trainer.counter.take() == [[0] * 4] * 2
 

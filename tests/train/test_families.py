@@ -11,7 +11,7 @@ from piper_kernels.train.loop import Trainer
 def test_every_family_trains_with_piper_experts(
     make_trainer: Callable[..., Trainer], family: str
 ) -> None:
-    trainer = make_trainer(model=family, model_override={}, experts="piper", batch_size=2)
+    trainer = make_trainer(model=family, model_override={}, batch_size=2)
     first, *_, last = [trainer.train_step() for _ in range(4)]
     assert last.loss < first.loss
     # every layer with experts routed top_k = 2 rows per token

@@ -1,4 +1,5 @@
 import io
+import sys
 from dataclasses import replace
 
 import pytest
@@ -112,9 +113,11 @@ def test_step_line_fits_100_columns_for_large_numbers() -> None:
 
 
 def test_make_console_is_at_most_100_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert make_console().width == MAX_COLUMNS
     monkeypatch.setenv("COLUMNS", "240")
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert make_console().width == MAX_COLUMNS
     monkeypatch.setenv("COLUMNS", "80")
     assert make_console().width == 80
