@@ -12,6 +12,7 @@ over rounds, of the fastest Hugging Face implementation's time divided by this v
 import argparse
 import gc
 import itertools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,13 @@ from bench.moe_variants import (
     register_implementations,
 )
 from bench.oracle import expected_outputs
-from bench.record import Environment, Record, describe_environment, write_records
+from bench.record import (
+    Environment,
+    Record,
+    check_writable,
+    describe_environment,
+    write_records,
+)
 from bench.report import make_console, plot_speedups, print_case, print_environment
 from bench.shapes import SHAPES, Shape, find_shape
 from bench.stats import geometric_mean
@@ -58,6 +65,7 @@ DEFAULT_SHAPES = (
     "granite_moe_3b",
 )
 DEFAULT_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+RECORDS = "moe_cpu.jsonl"
 RIVALS = ("eager", "grouped_mm", "batched_mm")
 # eager's backward is quadratic in E, so it takes part once, at the T of the list nearest to this
 EAGER_BACKWARD_TOKENS = 64
@@ -283,6 +291,11 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         unknown = [word for word in getattr(arguments, axis) if word not in words]
         if unknown:
             parser.error(f"--{axis}: {unknown[0]!r} is none of {', '.join(words)}")
+    for axis in (*known, "shape", "tokens"):
+        if not getattr(arguments, axis):
+            parser.error(f"--{axis}: nothing is named")
+    if not (0 < arguments.seconds < math.inf):
+        parser.error(f"--seconds: {arguments.seconds} is not a number above 0")
     if not all(str(tokens).isdecimal() and int(tokens) > 0 for tokens in arguments.tokens):
         parser.error(f"--tokens: {','.join(map(str, arguments.tokens))} are not integers >= 1")
     shapes = ("granite_moe_3b", "olmoe_1b_7b") if arguments.quick else arguments.shape
@@ -303,6 +316,9 @@ def main(words: Sequence[str] | None = None) -> int:
     console = make_console()
     try:
         settings = read_settings(arguments)
+        # before anything is measured that could not be kept
+        if arguments.out:
+            check_writable(arguments.out / RECORDS)
         environment = describe_environment()
         print_environment(environment, console)
         records = run(settings, console, environment)
@@ -310,7 +326,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"bench_moe: {error}", file=sys.stderr)
         return 2
     if arguments.out:
-        write_records(arguments.out / "moe_cpu.jsonl", records)
+        write_records(arguments.out / RECORDS, records)
         plot_speedups(arguments.out / "moe_cpu.png", records, PIPER)
         console.print(f"written: {arguments.out}/moe_cpu.jsonl and moe_cpu.png")
     targets = list_targets(records)

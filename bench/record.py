@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from piper_kernels.errors import DataError
+from piper_kernels.errors import DataError, instruction
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -137,6 +137,23 @@ def describe_environment() -> Environment:
         transformers=transformers.__version__,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def check_writable(path: Path) -> None:
+    """Create the folder of a JSONL file, and the file if it is missing.
+
+    Raises:
+        DataError: naming what the system says.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        value = f"{path} ({error.strerror or error})"
+        remedy = "Choose another --out."
+        raise DataError(
+            instruction("check_writable", "out", "be writable", value, remedy)
+        ) from None
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:

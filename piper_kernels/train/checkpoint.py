@@ -8,6 +8,7 @@ unpickles nothing.
 
 import importlib.metadata
 import logging
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -32,6 +34,7 @@ from piper_kernels.train.manifest import (
     MANIFEST,
     Manifest,
     check_files,
+    checkpoint_name,
     describe_files,
     read_manifest,
     sync_path,
@@ -62,7 +65,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: if it cannot be written, e.g. onto a full disk; the others are untouched.
     """
-    final = folder / f"step-{trainer.step:08d}"
+    final = folder / checkpoint_name(trainer.step)
     if final.exists():
         return final
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +131,7 @@ def load_checkpoint(
     _check_same("model", manifest.model_digest, model_digest, "Give the same configuration.")
     if manifest.versions != _versions():
         logger.warning("written by %s, read by %s", manifest.versions, _versions())
-    with _explained(None), warnings.catch_warnings():
+    with _explained(None, remedy), warnings.catch_warnings():
         _ignore_single_process()
         reader = HuggingFaceStorageReader(str(checkpoint))
         saved = reader.read_metadata().state_dict_metadata
@@ -136,9 +139,7 @@ def load_checkpoint(
         tensors = _tensors(trainer)
         _check_tensors(checkpoint, saved, tensors, remedy)
         load(tensors, storage_reader=reader, no_dist=True)
-    torch.set_rng_state(tensors["rng.cpu"])
-    if "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"])
+        _set_generators(tensors)
     trainer.step = manifest.step
 
 
@@ -149,6 +150,15 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
     if next(trainer.model.parameters()).is_cuda:
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
     return tensors
+
+
+def _set_generators(tensors: dict[str, Tensor]) -> None:
+    try:
+        torch.set_rng_state(tensors["rng.cpu"])
+        if "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"])
+    except RuntimeError as error:
+        raise ValueError(f"a random generator's state that torch refuses: {error}") from None
 
 
 def _snapshot(trainer: Trainer) -> dict[str, Tensor]:
@@ -222,14 +232,18 @@ def _require_space(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def _explained(aside: Path | None) -> Iterator[None]:
+def _explained(aside: Path | None, remedy: str = "") -> Iterator[None]:
     """Turn a failure to write (aside) or read into an instruction; remove what is half-written."""
+    # what a file with the right hash may still do: only somebody who forges both gets there
+    forged = (SafetensorError, ValueError, KeyError) if aside is None else ()
     try:
         yield
-    except (OSError, CheckpointException) as error:
+    except CheckpointError:
+        raise
+    except (OSError, CheckpointException, *forged) as error:
         cause = _cause(error)
         if aside is None:
-            message = instruction("load_checkpoint", "checkpoint", "be readable", cause)
+            message = instruction("load_checkpoint", "checkpoint", "be readable", cause, remedy)
             raise CheckpointError(message) from error
         shutil.rmtree(aside, ignore_errors=True)
         if isinstance(cause, KeyboardInterrupt):
@@ -248,7 +262,9 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """Those that ``save_checkpoint`` named, oldest first: copies under other names are not ours."""
+    is_ours = re.compile(r"step-[0-9]{8}").fullmatch
+    return sorted(path for path in folder.glob("step-*") if is_ours(path.name) and path.is_dir())
 
 
 def remedy_for(checkpoint: Path) -> str:

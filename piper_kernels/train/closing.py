@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from piper_kernels.errors import DataError, instruction
 from piper_kernels.train.compare import Timing, compare_experts
 from piper_kernels.train.entropy import NgramEntropies, ngram_entropies
 from piper_kernels.train.metrics import read_metrics
@@ -24,11 +25,16 @@ def close_run(run: Run, folder: RunFolder, console: Console) -> None:
 
     Raises:
         BackendError: if two experts implementations disagree on the trained model.
+        DataError: if somebody took the last evaluation out of ``metrics.jsonl``.
     """
     settings, corpus = run.settings, run.corpus
     records = read_metrics(folder.metrics)
     loss = records[-1].held_out_loss
-    assert loss is not None, f"{records[-1].step=} was not evaluated"
+    requirement = f"end with the held_out_loss of step {run.trainer.step}"
+    value, remedy = "none", "Restore the file, or start anew with --overwrite."
+    if loss is None:
+        message = instruction("close_run", str(folder.metrics), requirement, value, remedy)
+        raise DataError(message)
     entropies = ngram_entropies(corpus.train_texts, corpus.held_out_texts)
     model: Any = run.trainer.model
     model.save_pretrained(folder.model)

@@ -64,21 +64,27 @@ def run(arguments: argparse.Namespace) -> int:
     from piper_kernels.train.checkpoint import latest_checkpoint, remedy_for
     from piper_kernels.train.manifest import read_manifest
     from piper_kernels.train.run import build_run
-    from piper_kernels.train.run_folder import RunFolder
+    from piper_kernels.train.run_folder import RunFolder, explained_writing
 
     transformers_logging.disable_progress_bar()
     checkpoint: Path | None = None
-    settings = settings_from(stated, "settings")
-    folder = RunFolder(settings.out, is_resumed=arguments.resume, may_overwrite=arguments.overwrite)
+    # of a run that goes on, the rest only means something beside what the checkpoint holds
+    first = {name: stated[name] for name in stated.keys() & {"out"}} if arguments.resume else stated
+    settings = settings_from(first, "settings")
+    with explained_writing(settings.out):
+        folder = RunFolder(
+            settings.out, is_resumed=arguments.resume, may_overwrite=arguments.overwrite
+        )
     try:
         if arguments.resume:
             checkpoint = latest_checkpoint(folder.checkpoints)
             saved = read_manifest(checkpoint, remedy_for(checkpoint)).settings
             settings = resumed_settings(saved, stated | {"out": str(settings.out)})
         built = build_run(settings, checkpoint)
-        if checkpoint is None:
-            folder.start(settings_toml(settings))
-        return _train_and_close(built, folder)
+        with explained_writing(settings.out):
+            if checkpoint is None:
+                folder.start(settings_toml(settings))
+            return _train_and_close(built, folder)
     finally:
         folder.close()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from piper_kernels.errors import DataError, did_you_mean, instruction, require
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
+_MAX_SHOWN_KEYS = 20
 _BLANK_LINES = re.compile(r"(?:\r?\n){2,}")
 
 
@@ -72,16 +73,10 @@ def drop_repeated_paragraphs(documents: Iterable[str]) -> list[str]:
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
-        if not path.is_dir():
+        if not _is_folder(path):
             yield path
             continue
-        found = sorted(
-            file
-            for file in path.rglob("*")
-            if file.is_file()
-            and file.suffix in TEXT_SUFFIXES
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        )
+        found = _text_files(path)
         suffixes = ", ".join(TEXT_SUFFIXES)
         require(
             bool(found),
@@ -94,12 +89,38 @@ def _files(paths: Sequence[Path]) -> Iterator[Path]:
         yield from found
 
 
+def _text_files(folder: Path) -> list[Path]:
+    """Files below a folder that end in ``TEXT_SUFFIXES``, sorted; hidden ones are left out."""
+    try:
+        return sorted(
+            file
+            for file in folder.rglob("*")
+            if file.suffix in TEXT_SUFFIXES
+            and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+            and file.is_file()
+        )
+    except OSError as error:
+        raise _unreadable(Path(error.filename or folder), error) from None
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    # e.g. a name that is too long
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    value = f"{path} ({error.strerror or error})"
+    return DataError(instruction("read_documents", "data", "be readable", value))
+
+
 def _decode(file: Path) -> str:
     try:
         data = file.read_bytes()
     except OSError as error:
-        value = f"{file} ({error.strerror or error})"
-        raise DataError(instruction("read_documents", "data", "be readable", value)) from None
+        raise _unreadable(file, error) from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -128,13 +149,19 @@ def _json_text(file: Path, number: int, line: str, text_field: str) -> str:
     except json.JSONDecodeError as error:
         value = f"{error.msg} at column {error.colno}"
         raise DataError(instruction("read_documents", where, "be JSON", value)) from None
+    # JSON, but with numbers or a nesting beyond what Python reads
+    except (ValueError, RecursionError) as error:
+        requirement = "be JSON that Python can read"
+        raise DataError(instruction("read_documents", where, requirement, error)) from None
     requirement = f"be an object with the key {text_field!r}"
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise DataError(instruction("read_documents", where, requirement, f"a {kind}"))
     if text_field not in record:
-        remedy = f"{did_you_mean(text_field, record)} Set --text-field."
-        value = f"the keys {', '.join(record) or '(none)'}"
+        shown = list(record)[:_MAX_SHOWN_KEYS]
+        more = f" and {len(record) - len(shown)} more" if len(record) > len(shown) else ""
+        remedy = f"{did_you_mean(text_field, shown)} Set --text-field."
+        value = f"the keys {', '.join(shown) or '(none)'}{more}"
         raise DataError(instruction("read_documents", where, requirement, value, remedy))
     value = record[text_field]
     kind = type(value).__name__
@@ -146,4 +173,11 @@ def _json_text(file: Path, number: int, line: str, text_field: str) -> str:
         f"a {kind}",
         error=DataError,
     )
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        requirement = f"hold characters only under {text_field!r}"
+        half = f"half of one, {value[error.start]!a}"
+        message = instruction("read_documents", where, requirement, half, "Leave the line out.")
+        raise DataError(message) from None
     return str(value)

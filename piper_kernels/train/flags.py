@@ -122,7 +122,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or str(error)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    # besides bad TOML: no UTF-8, a number or a nesting beyond what Python reads
+    except (ValueError, RecursionError) as error:
         reason = str(error)
     message = instruction("settings", "config", "be a readable TOML file", f"{path} ({reason})")
     raise ConfigError(message)

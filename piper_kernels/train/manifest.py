@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from piper_kernels.errors import CheckpointError, ConfigError, instruction, require
-from piper_kernels.strict_model import StrictModel
+from piper_kernels.strict_model import NonNegativeInt, StrictModel
 
 MANIFEST = "checkpoint.json"
 _NAME = "load_checkpoint"
@@ -35,12 +35,17 @@ class Manifest(StrictModel):
 
     format: Literal["piper-train-checkpoint"] = "piper-train-checkpoint"
     version: Literal[1] = 1
-    step: int
+    step: NonNegativeInt
     settings: dict[str, Any]
     text_sha256: str
     model_digest: str
     versions: dict[str, str]
     files: dict[str, FileRecord]
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of the checkpoint after ``step`` steps; in order of steps when sorted."""
+    return f"step-{step:08d}"
 
 
 def read_manifest(checkpoint: Path, remedy: str) -> Manifest:
@@ -52,7 +57,10 @@ def read_manifest(checkpoint: Path, remedy: str) -> Manifest:
     path = checkpoint / MANIFEST
     requirement = "be a checkpoint of piper train"
     try:
-        return Manifest.from_json(path.read_text(encoding="utf-8"), source=MANIFEST)
+        manifest = Manifest.from_json(path.read_text(encoding="utf-8"), source=MANIFEST)
+        if checkpoint.name == checkpoint_name(manifest.step):
+            return manifest
+        value = f"{checkpoint}, whose {MANIFEST} is of step {manifest.step}"
     except OSError as error:
         value = f"{checkpoint} without a readable {MANIFEST} ({error.strerror})"
     except (UnicodeDecodeError, ConfigError) as error:

@@ -3,8 +3,10 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from piper_kernels.errors import DataError, instruction, require
 
@@ -52,6 +54,9 @@ class StepRecord:
             max(row) * len(row) / total if (total := sum(row)) else 1.0
             for row in self.expert_counts
         ]
+
+
+_RECORD = TypeAdapter(StepRecord)
 
 
 class MetricsFile:
@@ -117,9 +122,16 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 def _parse(path: Path, line: bytes) -> StepRecord:
     try:
-        return StepRecord(**json.loads(line))
-    except (ValueError, TypeError) as error:
-        value = f"{line[:80]!r} ({error})"
-        requirement = "hold one record per line"
-        message = instruction("read_metrics", str(path), requirement, value, _REMEDY)
-        raise DataError(message) from None
+        record = json.loads(line)
+        unknown = sorted(record.keys() - {field.name for field in fields(StepRecord)})
+        if not unknown:
+            return _RECORD.validate_json(line, strict=True)
+        reason = f"unknown: {unknown[0]}"
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (ValueError, AttributeError, RecursionError) as error:
+        reason = str(error)
+    value = f"{line[:80]!r} ({reason})"
+    requirement = "hold one record per line"
+    raise DataError(instruction("read_metrics", str(path), requirement, value, _REMEDY))

@@ -1,6 +1,7 @@
 """A Hugging Face causal MoE model from a configuration. Nothing is downloaded."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,37 @@ def build_model(settings: TrainSettings, vocab_size: int, device: torch.device) 
         old = "gradient_checkpointing_enable"
         enable = getattr(model, "activation_checkpointing_enable", getattr(model, old))
         enable({"use_reentrant": False})
-    return model.to(device).train()
+    model = model.to(device).train()
+    _try_a_step(model, settings, device)
+    return model
+
+
+def _try_a_step(model: nn.Module, settings: TrainSettings, device: torch.device) -> None:
+    """Run forward and backward once, on few tokens, before anything depends on the model.
+
+    Configurations exist that can be built but not run: more experts per token than experts, widths
+    that do not divide, experts that need another dtype or package. No random number is used up.
+
+    Raises:
+        ConfigError: with what the model raised.
+    """
+    tokens = torch.zeros(1, min(settings.sequence_length, 8), dtype=torch.int64, device=device)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with torch.autocast(
+                device.type, dtype=torch.bfloat16, enabled=settings.precision == "bf16"
+            ):
+                logits, _ = forward_logits(model, tokens)
+            logits.float().sum().backward()
+    # the model's code is not ours, and raises whatever it likes
+    except Exception as error:
+        overrides = f" with {settings.model_override}" if settings.model_override else ""
+        value = f"{settings.model}{overrides} and {settings.experts} experts"
+        requirement = "be able to run"
+        remedy = "Change --model-override or --experts."
+        what = f"{value} ({_first_line(error)})"
+        raise ConfigError(instruction("build_model", "model", requirement, what, remedy)) from error
+    model.zero_grad(set_to_none=True)
 
 
 def build_config(settings: TrainSettings, vocab_size: int) -> Any:
@@ -115,7 +146,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = name.partition(":")
-    is_known = kind in {"cpu", "cuda"} and (not index or index.isdecimal())
+    is_known = re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", name) is not None
     require(is_known, "choose_device", "device", "be auto, cpu, cuda or cuda:N", repr(name))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     require(

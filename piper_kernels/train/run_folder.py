@@ -2,13 +2,37 @@
 
 import fcntl
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+from safetensors import SafetensorError
 
 from piper_kernels.errors import CheckpointError, instruction, require
 
 _NAME = "RunFolder"
 _MARK, _LOCK = "settings.toml", ".lock"
+# the first line of a run's settings.toml: other programs keep files of that name, too
+_HEADER = "# settings of a run of piper train, which owns this folder"
+
+
+@contextmanager
+def explained_writing(path: Path) -> Iterator[None]:
+    """Turn a failure to write into the folder of a run into an instruction.
+
+    Raises:
+        CheckpointError: naming the file or folder, and what the system says.
+    """
+    try:
+        yield
+    # safetensors wraps the system's error when the model is saved
+    except (OSError, SafetensorError) as error:
+        name = getattr(error, "filename", None) or path
+        value = f"{name} ({getattr(error, 'strerror', None) or error})"
+        remedy = "Free the disk or choose another --out; a run that has a checkpoint goes on with "
+        message = instruction(_NAME, "out", "be writable", value, remedy + "--resume.")
+        raise CheckpointError(message) from error
 
 
 class RunFolder:
@@ -40,11 +64,15 @@ class RunFolder:
     def start(self, settings_text: str) -> None:
         """Delete the files of the run before, if any, and mark the folder as a run."""
         for part in (self.checkpoints, self.model):
-            if part.exists():
+            if part.is_symlink():
+                # somebody keeps it on another disk: the link stays, what a run left there goes
+                for entry in part.iterdir():
+                    _delete(entry)
+            elif part.exists():
                 shutil.rmtree(part)
         for file in (self.metrics, self.picture, self.sample, self.summary):
             file.unlink(missing_ok=True)
-        self.settings.write_text(settings_text, encoding="utf-8")
+        self.settings.write_text(f"{_HEADER}\n{settings_text}", encoding="utf-8")
 
     def close(self) -> None:
         """Let other processes use the folder."""
@@ -54,7 +82,7 @@ class RunFolder:
         path = self.path
         if path.exists() and not path.is_dir():
             raise CheckpointError(instruction(_NAME, "out", "be a folder", f"the file {path}"))
-        holds_run = self.settings.exists()
+        holds_run = self._holds_run()
         if is_resumed:
             remedy = "Name the run's folder with --out, or start one without --resume."
             require(holds_run, _NAME, "out", "hold a run", str(path), remedy, error=CheckpointError)
@@ -71,6 +99,13 @@ class RunFolder:
                 instruction(_NAME, "out", requirement, value, "Choose another folder.")
             )
 
+    def _holds_run(self) -> bool:
+        """Whether the folder is marked as a run, and is not somebody else's."""
+        if not self.settings.is_file():
+            return False
+        with self.settings.open("rb") as stream:
+            return stream.readline().rstrip() == _HEADER.encode()
+
     def _take_lock(self) -> TextIO:
         """Hold the folder until this process ends, however it ends."""
         lock = (self.path / _LOCK).open("w")
@@ -83,3 +118,10 @@ class RunFolder:
             message = instruction(_NAME, "out", "be free", value, remedy)
             raise CheckpointError(message) from None
         return lock
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -50,7 +50,7 @@ class TrainSettings(StrictModel):
         "keep paragraphs that occurred before; without, held-out text stays unseen",
     )
     held_out_fraction: float = _setting(
-        "data", 0.1, "share of the text that is only evaluated", gt=0.0, le=0.5
+        "data", 0.1, "share of the text that is only evaluated", ge=1e-4, le=0.5
     )
 
     model: str = _setting(
@@ -81,14 +81,17 @@ class TrainSettings(StrictModel):
         "model", False, "recompute each layer in backward to save memory"
     )
 
-    steps: int = _setting("training", 500, "optimizer steps", ge=1)
+    # a checkpoint's name has room for 8 digits
+    steps: int = _setting("training", 500, "optimizer steps", ge=1, lt=10**8)
     batch_size: int = _setting("training", 8, "sequences per step", ge=1)
     accumulate: int = _setting("training", 1, "microbatches that a step is cut into", ge=1)
     sequence_length: int = _setting("training", 256, "tokens per sequence", ge=2)
-    seed: int = _setting("training", 0, "seed of the weights and of the order of the data", ge=0)
+    seed: int = _setting(
+        "training", 0, "seed of the weights and of the order of the data", ge=0, lt=2**64
+    )
     device: str = _setting("training", "auto", "auto, cpu, cuda or cuda:N")
     threads: int = _setting(
-        "training", 0, "CPU threads; 0: as many as torch chooses", is_free=True, ge=0
+        "training", 0, "CPU threads; 0: as many as torch chooses", is_free=True, ge=0, le=1024
     )
 
     learning_rate: float = _setting("optimizer", 3e-3, "highest learning rate of AdamW", gt=0.0)
@@ -126,17 +129,23 @@ class TrainSettings(StrictModel):
     @classmethod
     def _absolute_paths(cls, paths: tuple[Path, ...]) -> tuple[Path, ...]:
         # a run may be resumed from another folder
-        return tuple(path.expanduser().absolute() for path in paths)
+        return tuple(_at_home("data", path).absolute() for path in paths)
 
     @field_validator("tokenizer", mode="after")
     @classmethod
     def _absolute_path(cls, path: Path | None) -> Path | None:
-        return path and path.expanduser().absolute()
+        return path and _at_home("tokenizer", path).absolute()
 
     @field_validator("model", mode="after")
     @classmethod
     def _absolute_model(cls, model: str) -> str:
-        return str(Path(model).expanduser().absolute()) if model.endswith(".json") else model
+        is_file = model.endswith(".json")
+        return str(_at_home("model", Path(model)).absolute()) if is_file else model
+
+    @field_validator("out", mode="after")
+    @classmethod
+    def _out_at_home(cls, path: Path) -> Path:
+        return _at_home("out", path)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -170,6 +179,11 @@ def settings_from(values: Mapping[str, Any], source: str) -> TrainSettings:
         ConfigError: beginning with ``source``, one line for each setting that is unknown (with the
             nearest known name) or has a value that cannot work.
     """
+    for name, value in values.items():
+        text = json.dumps(value, default=str, ensure_ascii=False)
+        # Python's stand-ins for bytes of the command line that are no UTF-8
+        is_text = not any("\ud800" <= character <= "\udfff" for character in text)
+        require(is_text, source, name, "be UTF-8 text", ascii(text), "Rename it, or write it anew.")
     return TrainSettings.from_json(json.dumps(values, default=str), source)
 
 
@@ -193,6 +207,16 @@ def resumed_settings(saved: Mapping[str, Any], stated: Mapping[str, Any]) -> Tra
             requirement = f"stay as in the checkpoint ({str(old)!r})"
             raise ConfigError(instruction(name, setting, requirement, repr(str(new)), remedy))
     return after
+
+
+def _at_home(setting: str, path: Path) -> Path:
+    """The path with a leading ``~`` or ``~user`` replaced by that home."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        remedy = "Write the path in full."
+        message = instruction("TrainSettings", setting, "have a known home", path, remedy)
+        raise ConfigError(message) from None
 
 
 def group_of(name: str) -> str:

@@ -193,6 +193,11 @@ def test_list_targets_without_records_measures_nothing() -> None:
         ("--routing odd", "--routing: 'odd' is none of uniform, skewed"),
         ("--tokens 4,x", "--tokens: 4,x are not integers >= 1"),
         ("--tokens 0", "--tokens: 0 are not integers >= 1"),
+        ("--tokens ,", "--tokens: nothing is named"),
+        ("--shape ,", "--shape: nothing is named"),
+        ("--mode ,", "--mode: nothing is named"),
+        ("--seconds nan", "--seconds: nan is not a number above 0"),
+        ("--seconds 0", "--seconds: 0.0 is not a number above 0"),
         ("--device cuda", "invalid choice: 'cuda'"),
     ],
 )
@@ -201,6 +206,15 @@ def test_main_refuses_unknown_words(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words.split())
+    assert message in capsys.readouterr().err
+
+
+def test_main_refuses_a_folder_that_it_cannot_write_before_it_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_moe, "run", None)
+    assert main(["--quick", "--out", "/dev/null/results"]) == 2
+    message = "out must be writable, got /dev/null/results/moe_cpu.jsonl (Not a directory). Choose"
     assert message in capsys.readouterr().err
 
 

@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -128,6 +132,20 @@ def test_latest_checkpoint_ignores_what_a_kill_left(saved: tuple[Trainer, Path])
     assert names == ["step-00000002", "step-00000003"]
 
 
+def test_copies_under_other_names_are_neither_read_nor_deleted(
+    saved: tuple[Trainer, Path],
+) -> None:
+    trainer, path = saved
+    folder = path.parent
+    for name in ("step-00000002.bak", "step-best", "step-99"):
+        shutil.copytree(path, folder / name)
+    assert latest_checkpoint(folder) == path
+    trainer.train_step()
+    save(folder, trainer, keep=1)
+    names = sorted(entry.name for entry in folder.iterdir())
+    assert names == ["step-00000002.bak", "step-00000003", "step-99", "step-best"]
+
+
 def test_latest_checkpoint_says_when_there_is_none(tmp_path: Path) -> None:
     message = r"latest_checkpoint: .* must hold a checkpoint, got none. It was stopped before its"
     with pytest.raises(CheckpointError, match=message):
@@ -212,6 +230,47 @@ def test_load_checkpoint_names_what_is_damaged(
     shutil.rmtree(path.parent / "step-00000001")
     remedy = r" Start anew with --overwrite.$"
     expect(r"must be a checkpoint of piper train, got .* without a readable checkpoint.json .*")
+
+
+def forge(path: Path, content: bytes) -> None:
+    """Replace the weights, and the manifest's length and hash with them."""
+    (path / WEIGHTS).write_bytes(content)
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][WEIGHTS] = {
+        "num_bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_load_checkpoint_refuses_a_forged_file(
+    make_trainer: Make, saved: tuple[Trainer, Path]
+) -> None:
+    _, path = saved
+    whole = (path / WEIGHTS).read_bytes()
+    tensors = load_file(path / WEIGHTS)
+    with safe_open(path / WEIGHTS, "pt") as opened:
+        metadata = opened.metadata()
+    tensors["rng.cpu"].zero_()
+    contents = [b"", bytes(1000), pickle.dumps(["a pickle"]), whole[: len(whole) // 2]]
+    for content in [*contents, to_bytes(tensors, metadata)]:
+        forge(path, content)
+        message = r"load_checkpoint: checkpoint must be readable, got .*. Delete .*step-00000002 to"
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(path, make_trainer(), **IDENTITY)
+    forge(path, whole)
+    load_checkpoint(path, make_trainer(), **IDENTITY)
+
+
+@pytest.mark.parametrize("step", [-1, 1, 10**30])
+def test_load_checkpoint_refuses_another_step(
+    make_trainer: Make, saved: tuple[Trainer, Path], step: int
+) -> None:
+    _, path = saved
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps(manifest | {"step": step}))
+    with pytest.raises(CheckpointError, match=r"must be a checkpoint of piper train, got .*step"):
+        load_checkpoint(path, make_trainer(), **IDENTITY)
 
 
 def test_load_checkpoint_refuses_another_text_or_model(

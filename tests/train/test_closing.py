@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from piper_kernels.errors import DataError
 from piper_kernels.train.closing import close_run
 from piper_kernels.train.entropy import ngram_entropies
 from piper_kernels.train.evaluate import held_out_loss
@@ -45,3 +46,12 @@ def test_close_run_leaves_tables_picture_sample_and_model(
     assert [timing["experts"] for timing in summary["timings"]] == ["eager", "grouped_mm", "piper"]
     loaded = AutoModelForCausalLM.from_pretrained(folder.model, experts_implementation="piper")
     assert held_out_loss(loaded, run.held_out, settings) == pytest.approx(loss, rel=1e-6)
+
+    # somebody edits the history
+    lines = folder.metrics.read_text().splitlines()
+    last = json.loads(lines[-1]) | {"held_out_loss": None}
+    folder.metrics.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    with pytest.raises(
+        DataError, match=r"must end with the held_out_loss of step 4, got none. Res"
+    ):
+        close_run(run, folder, console)

@@ -12,6 +12,7 @@ from piper_kernels import cli
 from piper_kernels.train import closing, command
 from piper_kernels.train.flags import settings_toml
 from piper_kernels.train.metrics import MetricsFile, read_metrics
+from piper_kernels.train.run_folder import RunFolder
 from piper_kernels.train.settings import TrainSettings
 
 
@@ -55,12 +56,50 @@ def test_run_trains_refuses_to_clobber_overwrites_and_resumes(
     assert "resume: seed must stay as in the checkpoint ('1'), got '2'" in capsys.readouterr().err
 
 
+def test_run_resumes_with_settings_that_only_suit_the_checkpoint(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 0
+    # 4 steps are less than the default warm-up, but not than this run's
+    words = ["train", "--out", str(tmp_path / "run"), "--resume"]
+    assert cli.main([*words, "--steps", "4"]) == 0
+    assert cli.main([*words, "--steps", "1"]) == 2
+    message = "resume: TrainSettings: warmup_steps must be less than steps = 1, got 1"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["metrics.jsonl", "summary.json", "model", "training.png"])
+def test_run_says_what_it_cannot_write(
+    arguments: list[str],
+    tmp_path: Path,
+    part: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    start = RunFolder.start
+
+    def occupy(folder: RunFolder, settings_text: str) -> None:
+        start(folder, settings_text)
+        # to be written to, and it cannot be: also for root
+        (folder.path / part).symlink_to("/proc/none/none")
+
+    monkeypatch.setattr(RunFolder, "start", occupy)
+    assert cli.main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("piper train: RunFolder: out must be writable, got ")
+    assert len(shown.splitlines()) == 1
+
+
 def test_run_leaves_the_old_run_when_the_new_one_cannot_start(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 0
     assert cli.main([*arguments, "--overwrite", "--data", str(tmp_path / "none.txt")]) == 2
     assert "data must be readable" in capsys.readouterr().err
+    # 9 of 4 experts: a model that can be built, but not run
+    override = ["--model-override", "num_experts=4", "num_experts_per_tok=9"]
+    assert cli.main([*arguments, "--overwrite", *override]) == 2
+    assert "model must be able to run, got olmoe with" in capsys.readouterr().err
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 4
 
 
@@ -71,6 +110,12 @@ def test_run_leaves_the_old_run_when_the_new_one_cannot_start(
         (["--resume"], "RunFolder: out must hold a run"),
         (["--batch-size", "0"], "settings: batch_size must be greater than or equal to 1, got 0"),
         (["--device", "cuda:99"], "choose_device: device must be one of this machine's"),
+        (
+            ["--device", "cpu:"],
+            "choose_device: device must be auto, cpu, cuda or cuda:N, got 'cpu:'",
+        ),
+        (["--out", "/dev/null/run"], "out must be writable, got /dev/null/run (Not a directory)"),
+        (["--out", "a" * 300], "(File name too long). Free the disk or choose another --out"),
     ],
 )
 def test_run_says_what_is_wrong_in_one_line(

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,16 @@ def test_read_documents_takes_json_lines(tmp_path: Path) -> None:
         ('{"texts": ""}', "got the keys texts. Did you mean 'texts'. Set --text-field."),
         ("{}", "got the keys .none."),
         ('{"text": null}', "line 2 of .*a.jsonl must hold text under 'text', got a NoneType"),
+        (
+            '{"text": "a\\ud800"}',
+            r"must hold characters only under 'text', got half of one, '.ud800'",
+        ),
+        ("[" * 200_000, "line 2 of .*a.jsonl must be JSON that Python can read, got maximum recur"),
+        (
+            '{"text": "", "id": ' + "1" * 5000 + "}",
+            "must be JSON that Python can read, got Exceeds",
+        ),
+        (json.dumps(dict.fromkeys(map(str, range(30)))), "18, 19 and 10 more. Known: .*[0-9]. Set"),
     ],
 )
 def test_read_documents_names_a_bad_json_line(tmp_path: Path, line: str, message: str) -> None:
@@ -83,6 +95,30 @@ def test_read_documents_names_what_it_cannot_read(tmp_path: Path) -> None:
     empty.mkdir()
     with pytest.raises(DataError, match=r"files that end in .txt, .*, got .*empty without any"):
         read_documents([empty], "text")
+    with pytest.raises(DataError, match=r"data must be readable, got .*aaa \(File name too long\)"):
+        read_documents([tmp_path / ("a" * 300)], "text")
+
+
+def test_read_documents_names_what_it_cannot_look_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = tmp_path / "locked.txt"
+    locked.touch()
+
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    # root may read everything, so the system is not asked
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(DataError, match=r"data must be readable, got .*locked.txt \(Permission de"):
+        read_documents([tmp_path], "text")
+
+
+def test_read_documents_does_not_follow_a_loop_of_folders(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("once")
+    (tmp_path / "up").symlink_to(tmp_path)
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
+    assert read_documents([tmp_path], "text") == ["once"]
 
 
 def test_drop_repeated_paragraphs_keeps_first_copies() -> None:

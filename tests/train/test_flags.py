@@ -69,6 +69,8 @@ def test_stated_settings_lets_flags_win_over_the_file(tmp_path: Path) -> None:
         (None, "settings: config must be a readable TOML file, got .*none.toml .No such file"),
         (b"steps = ", "got .*bad.toml .Invalid value"),
         (b"\xff", "got .*bad.toml .'utf-8' codec"),
+        (b"steps = " + b"1" * 5000, "got .*bad.toml .Exceeds the limit"),
+        (b"data = " + b"[" * 5000, "got .*bad.toml .*recursion"),
     ],
 )
 def test_stated_settings_refuses_a_file_it_cannot_read(

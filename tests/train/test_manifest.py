@@ -26,9 +26,14 @@ def test_manifest_round_trips(tmp_path: Path) -> None:
         versions={"torch": "2"},
         files=files,
     )
-    (tmp_path / MANIFEST).write_text(manifest.model_dump_json())
-    assert read_manifest(tmp_path, "") == manifest
     check_files(tmp_path, manifest, "")
+    (tmp_path / MANIFEST).write_text(manifest.model_dump_json())
+    check_files(tmp_path, manifest, "")
+    checkpoint = tmp_path.rename(tmp_path.with_name("step-00000003"))
+    assert read_manifest(checkpoint, "") == manifest
+    message = r"got .*step-00000004, whose checkpoint.json is of step 3. Do this."
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(checkpoint.rename(tmp_path.with_name("step-00000004")), "Do this.")
 
 
 def test_read_manifest_refuses_another_version(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -76,7 +76,19 @@ def test_metrics_file_refuses_a_history_with_holes(tmp_path: Path) -> None:
     assert len(read_metrics(path)) == 3
 
 
-@pytest.mark.parametrize("line", ["{}", "nonsense", '{"step": 1, "los": 2}', "3"])
+BAD_LINES = [
+    "{}",
+    "nonsense",
+    "3",
+    "[" * 200_000,
+    json.dumps(asdict(RECORD) | {"los": 2}),
+    json.dumps(asdict(RECORD) | {"step": "1"}),
+    json.dumps(asdict(RECORD) | {"loss": None}),
+    json.dumps(asdict(RECORD) | {"expert_counts": [[1, "2"]]}),
+]
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
 def test_read_metrics_names_a_bad_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(line + "\n")

@@ -28,6 +28,15 @@ def test_build_model_draws_weights_from_the_seed(tiny_settings: Make) -> None:
     assert all(parameter.dtype == torch.float32 for parameter in one.parameters())
 
 
+def test_build_model_leaves_no_trace_of_its_trial(tiny_settings: Make) -> None:
+    model = build_model(tiny_settings(), 256, CPU)
+    noise = torch.randn(3)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(build_config(tiny_settings(), 256))
+    assert torch.equal(torch.randn(3), noise)
+
+
 def test_build_model_takes_a_config_json(tiny_settings: Make, tmp_path: Path) -> None:
     built_in = build_config(tiny_settings(model="mixtral", model_override={"hidden_size": 16}), 256)
     built_in.save_pretrained(tmp_path)
@@ -65,6 +74,10 @@ def test_build_model_takes_a_config_json(tiny_settings: Make, tmp_path: Path) ->
             {"model_override": {"max_position_embeddings": 8}},
             "sequence_length must be at most the model's max_position_embeddings = 8, got 16",
         ),
+        # can be built, but not run
+        ({"model_override": {"num_experts_per_tok": 99}}, "be able to run, got olmoe with .*99"),
+        ({"model_override": {"hidden_size": 7}}, "model must be able to run, got olmoe with .*7"),
+        ({"experts": "sonicmoe"}, "and sonicmoe experts .* Change --model-override or --experts"),
         ({"experts": "grouped_m"}, "experts must be one of eager, .* Did you mean 'grouped_mm'"),
     ],
 )

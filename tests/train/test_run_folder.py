@@ -1,9 +1,11 @@
+import errno
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from piper_kernels.errors import CheckpointError
-from piper_kernels.train.run_folder import RunFolder
+from piper_kernels.train.run_folder import RunFolder, explained_writing
 
 
 def open_folder(path: Path, *, resume: bool = False, overwrite: bool = False) -> RunFolder:
@@ -24,7 +26,8 @@ def test_run_folder_is_made_and_may_be_empty(tmp_path: Path) -> None:
     # a start that failed before the run began leaves nothing in the way
     folder = open_folder(path)
     folder.start("steps = 1\n")
-    assert (path / "settings.toml").read_text() == "steps = 1\n"
+    lines = (path / "settings.toml").read_text().splitlines()
+    assert lines == ["# settings of a run of piper train, which owns this folder", "steps = 1"]
     folder.close()
 
 
@@ -61,6 +64,43 @@ def test_run_folder_refuses_a_folder_of_something_else(tmp_path: Path, overwrite
     file.touch()
     with pytest.raises(CheckpointError, match=r"out must be a folder, got the file .*file\."):
         open_folder(file, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_run_folder_is_not_fooled_by_files_of_the_same_names(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    # many programs keep a settings.toml
+    (tmp_path / "settings.toml").write_text("[default]\nport = 80\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "precious.bin").touch()
+    with pytest.raises(
+        CheckpointError, match=r"got .*, which holds something else. Choose another"
+    ):
+        open_folder(tmp_path, overwrite=overwrite)
+    assert (tmp_path / "model" / "precious.bin").exists()
+    with pytest.raises(CheckpointError, match=r"out must hold a run, got"):
+        open_folder(tmp_path, resume=True)
+
+
+def test_run_folder_overwrites_through_a_link(tmp_path: Path) -> None:
+    path, big = tmp_path / "run", tmp_path / "big"
+    make_run(path)
+    (path / "checkpoints").rename(big)
+    (big / "note").touch()
+    (path / "checkpoints").symlink_to(big)
+    folder = open_folder(path, overwrite=True)
+    folder.start("")
+    folder.close()
+    assert (path / "checkpoints").is_symlink()
+    assert list(big.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), SafetensorError("I/O")])
+def test_explained_writing_says_what_the_system_said(tmp_path: Path, error: Exception) -> None:
+    message = r"RunFolder: out must be writable, got .*\((No space left|I/O)\). Free the disk or"
+    with pytest.raises(CheckpointError, match=message), explained_writing(tmp_path):
+        raise error
 
 
 def test_run_folder_resumes_only_a_run(tmp_path: Path) -> None:

@@ -35,6 +35,15 @@ def test_settings_from_refuses_an_unknown_key_with_the_nearest_known_one() -> No
         ),
         ({"steps": 5, "warmup_steps": 5}, "warmup_steps must be less than steps = 5, got 5"),
         ({"model_override": 3}, "model_override must be an object, got 3"),
+        # beyond what torch, a checkpoint's name or a machine has room for
+        ({"seed": 2**64}, "seed must be less than 18446744073709551616"),
+        ({"steps": 10**8}, "steps must be less than 100000000, got 100000000"),
+        ({"threads": 1025}, "threads must be less than or equal to 1024, got 1025"),
+        ({"held_out_fraction": 1e-5}, "held_out_fraction must be greater than or equal to 0.0001"),
+        ({"data": ["~nobody.here/x"]}, "data must have a known home, got ~nobody.here/x. Write"),
+        # what Python makes of bytes on the command line that are no UTF-8
+        ({"prompt": "\udcff"}, "test: prompt must be UTF-8 text, got .*udcff.*. Rename it, or"),
+        ({"data": ["a", "\udcff"]}, "test: data must be UTF-8 text"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -48,6 +57,16 @@ def test_settings_from_reports_every_mistake_at_once() -> None:
         settings_from({"stepss": 1, "seed": -1}, "test")
     assert "Did you mean 'steps'?" in str(caught.value)
     assert "seed must be greater than or equal to 0, got -1" in str(caught.value)
+
+
+def test_settings_know_the_home_of_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    words = {"data": ["~/d"], "tokenizer": "~/t", "model": "~/m.json", "out": "~/o"}
+    settings = settings_from(words, "test")
+    assert settings.data == (Path("/home/me/d"),)
+    assert settings.tokenizer == Path("/home/me/t")
+    assert settings.model == "/home/me/m.json"
+    assert settings.out == Path("/home/me/o")
 
 
 def test_settings_round_trip_through_json() -> None:
