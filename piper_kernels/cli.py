@@ -7,6 +7,7 @@ A sub-command's module offers ``configure(parser)``, which adds its arguments, a
 import argparse
 import difflib
 import importlib
+import io
 import re
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ def _overview() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``piper`` with ``arguments`` (default: the process's) and return the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # a terminal that has no such character must not end a run of hours
+        sys.stdout.reconfigure(errors="replace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in {"-h", "--help"}:
         print(_overview())

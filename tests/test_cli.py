@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import subprocess
 import sys
 import types
@@ -134,3 +135,13 @@ def test_commands_that_are_here_offer_configure_and_run() -> None:
     parser = argparse.ArgumentParser()
     module.configure(parser)
     assert callable(module.run)
+
+
+def test_main_prints_on_a_terminal_without_the_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert cli.main(["--version"]) == 0
+    print("caf\u00e9")
+    stream.flush()
+    assert raw.getvalue().splitlines()[-1] == b"caf?"
