@@ -81,10 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
             saved = read_manifest(checkpoint, remedy_for(checkpoint)).settings
             settings = resumed_settings(saved, stated | {"out": str(settings.out)})
         built = build_run(settings, checkpoint)
-        with explained_writing(settings.out):
-            if checkpoint is None:
+        if checkpoint is None:
+            with explained_writing(settings.out):
                 folder.start(settings_toml(settings))
-            return _train_and_close(built, folder)
+        return _train_and_close(built, folder)
     finally:
         folder.close()
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from safetensors import SafetensorError
-
 from piper_kernels.errors import CheckpointError, instruction, require
 
 _NAME = "RunFolder"
@@ -19,19 +17,17 @@ _HEADER = "# settings of a run of piper train, which owns this folder"
 
 @contextmanager
 def explained_writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write into the folder of a run into an instruction.
+    """Turn a failure to open or start the folder of a run into an instruction.
 
     Raises:
         CheckpointError: naming the file or folder, and what the system says.
     """
     try:
         yield
-    # safetensors wraps the system's error when the model is saved
-    except (OSError, SafetensorError) as error:
-        name = getattr(error, "filename", None) or path
-        value = f"{name} ({getattr(error, 'strerror', None) or error})"
-        remedy = "Free the disk or choose another --out; a run that has a checkpoint goes on with "
-        message = instruction(_NAME, "out", "be writable", value, remedy + "--resume.")
+    except OSError as error:
+        value = f"{error.filename or path} ({error.strerror or error})"
+        remedy = "Free the disk or choose another --out."
+        message = instruction(_NAME, "out", "be writable", value, remedy)
         raise CheckpointError(message) from error
 
 

@@ -86,7 +86,9 @@ def test_run_says_what_it_cannot_write(
     monkeypatch.setattr(RunFolder, "start", occupy)
     assert cli.main(arguments) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("piper train: RunFolder: out must be writable, got ")
+    assert shown.startswith(
+        f"piper train: train: {tmp_path / 'run'} must take the run's files, got "
+    )
     assert len(shown.splitlines()) == 1
 
 
