@@ -13,7 +13,8 @@
     and  grad_x[t] = sum_k dx_rows[slot_to_row[t*K + k]]
 
 Letters: T num_tokens, K top_k, R = T*K rows, E num_experts, H hidden_size, I intermediate_size.
-Source: the plan of SonicMoE (arXiv 2512.14080, section 3); facts/kernels.md section 7.
+Source: what to keep and how to find the gates' gradient, SonicMoE (Dao-AILab/sonic-moe, README);
+the cut into pieces is ours.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """One task per thread: independent pieces of work, each on a single core.
 
 Why not torch's own threads inside each GEMM: a GEMM's last bits may depend on how many threads
-share it (measured with MKL: fp32 with 5 rows, or sizes like 97 x 131), and small GEMMs do not scale
-(facts/kernels.md section 7). Pieces are cut by the shapes alone, write to memory of their own and
+share it (measured: MKL 2024.2 in torch 2.13 on Zen 4, fp32 with 5 rows, or sizes like 97 x 131),
+and small GEMMs do not scale. Pieces are cut by the shapes alone, write to memory of their own and
 run on one core each, so no result depends on the number of threads.
 """
 

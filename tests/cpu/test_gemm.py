@@ -12,18 +12,20 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 33])
 def test_matmul_into(num_rows: int, dtype: torch.dtype) -> None:
-    left, right = torch.randn(num_rows, 17).to(dtype), torch.randn(17, 9).to(dtype)
-    truth = left.double() @ right.double()
-    baseline = left @ right
+    left = torch.randn(num_rows, 17).to(dtype)
+    row_major = torch.randn(17, 9).to(dtype)
+    truth = left.double() @ row_major.double()
+    baseline = left @ row_major
     views = {
         "contiguous": torch.full((num_rows, 9), torch.nan, dtype=dtype),
         "columns": torch.full((num_rows, 20), torch.nan, dtype=dtype)[:, 5:14],
         "transposed": torch.full((9, num_rows), torch.nan, dtype=dtype).t(),
     }
-    for out in views.values():
-        matmul_into(out, left, right)
-        slack = 64.0 if dtype == torch.float64 else 8.0
-        assert_close_to_baseline("out", out, baseline, truth, slack=slack)
+    slack = 64.0 if dtype == torch.float64 else 8.0
+    for right in (row_major, row_major.t().contiguous().t()):
+        for name, out in views.items():
+            matmul_into(out.fill_(torch.nan), left, right)
+            assert_close_to_baseline(name, out, baseline, truth, slack=slack)
 
 
 def test_matmul_into_fp16_sums_in_fp32() -> None:

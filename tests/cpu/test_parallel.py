@@ -96,6 +96,7 @@ def test_run_tasks_from_several_threads() -> None:
     assert sorted(done) == sorted((n, i) for n in range(3) for i in range(5) for _ in range(20))
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_run_tasks_in_a_forked_child(num_threads: int) -> None:
     # the parent's threads do not exist in the child
     run_tasks(range(4), lambda item, _: None)
