@@ -119,6 +119,6 @@ class Trainer:
     def _require_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):
             where = f"{name} of step {self.step + 1}"
-            remedy = "Lower --learning-rate or --clip-norm, or resume from the last checkpoint."
+            remedy = "Start a new run with a lower --learning-rate or --clip-norm."
             message = instruction("train_step", where, "be a finite number", value, remedy)
             raise TrainingError(message)

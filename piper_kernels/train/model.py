@@ -39,7 +39,7 @@ def build_model(settings: TrainSettings, vocab_size: int, device: torch.device) 
             config, experts_implementation=settings.experts, dtype=torch.float32
         )
     except Exception as error:
-        value = f"{settings.model} with {settings.model_override} ({_first_line(error)})"
+        value = f"{settings.model} with {settings.model_override} ({_one_line(error)})"
         requirement = "be a causal language model that can be built"
         raise ConfigError(instruction("build_model", "model", requirement, value)) from error
     require(
@@ -114,7 +114,7 @@ def build_config(settings: TrainSettings, vocab_size: int) -> Any:
     try:
         config = AutoConfig.for_model(model_type, **{**entries, **settings.model_override})
     except Exception as error:
-        value = f"{settings.model_override} ({_first_line(error)})"
+        value = f"{settings.model_override} ({_one_line(error)})"
         raise ConfigError(instruction("build_config", "model_override", "fit", value)) from error
     _check_config(config, settings, vocab_size)
     return config
@@ -209,7 +209,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        value = f"{path} ({_first_line(error)})"
+        value = f"{path} ({_one_line(error)})"
         message = instruction("build_config", "model", "be a readable config.json", value)
         raise ConfigError(message) from None
     model_type = entries.get("model_type") if isinstance(entries, dict) else None
@@ -246,5 +246,5 @@ def _check_config(config: Any, settings: TrainSettings, vocab_size: int) -> None
     )
 
 
-def _first_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -32,18 +32,19 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
 def learning_rate(step: int, settings: TrainSettings) -> float:
     """The learning rate of step 1, 2, ..., ``settings.steps``.
 
-    Linear from ``learning_rate / warmup_steps`` to ``learning_rate`` in ``warmup_steps``, then half
-    a cosine down to ``final_learning_rate_fraction`` of it at the last step.
+    It rises linearly for ``warmup_fraction`` of the steps, to ``learning_rate``, and falls along
+    half a cosine to ``final_learning_rate_fraction`` of that at the last step.
 
     Example:
-        >>> settings = TrainSettings(steps=12, warmup_steps=2, learning_rate=1.0,
+        >>> settings = TrainSettings(steps=12, warmup_fraction=1 / 6, learning_rate=1.0,
         ...                          final_learning_rate_fraction=0.0)
         >>> [round(learning_rate(step, settings), 3) for step in (1, 2, 7, 12)]
         [0.5, 1.0, 0.5, 0.0]
     """
-    if step <= settings.warmup_steps:
-        return settings.learning_rate * step / settings.warmup_steps
-    progress = (step - settings.warmup_steps) / (settings.steps - settings.warmup_steps)
+    num_warmup_steps = round(settings.warmup_fraction * settings.steps)
+    if step <= num_warmup_steps:
+        return settings.learning_rate * step / num_warmup_steps
+    progress = (step - num_warmup_steps) / (settings.steps - num_warmup_steps)
     floor = settings.final_learning_rate_fraction
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return settings.learning_rate * (floor + (1.0 - floor) * cosine)

@@ -23,7 +23,7 @@ class TrainSettings(StrictModel):
     """What to train, on what, for how long.
 
     Raises:
-        ConfigError: if two settings contradict one another.
+        ConfigError: if a value cannot work, alone or beside another one.
 
     Example:
         >>> TrainSettings(batch_size=8, accumulate=2).microbatch_size
@@ -98,7 +98,9 @@ class TrainSettings(StrictModel):
     final_learning_rate_fraction: float = _setting(
         "optimizer", 0.1, "where the cosine ends, as a share of the highest", ge=0.0, le=1.0
     )
-    warmup_steps: int = _setting("optimizer", 25, "steps of linear warm-up", ge=0)
+    warmup_fraction: float = _setting(
+        "optimizer", 0.05, "share of the steps in which the rate rises", ge=0.0, lt=1.0
+    )
     weight_decay: float = _setting(
         "optimizer", 0.1, "decay of matrices; norms and biases have none", ge=0.0
     )
@@ -149,21 +151,9 @@ class TrainSettings(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        name = "TrainSettings"
-        require(
-            self.batch_size % self.accumulate == 0,
-            name,
-            "batch_size",
-            f"be divisible by accumulate = {self.accumulate}",
-            self.batch_size,
-        )
-        require(
-            self.warmup_steps < self.steps,
-            name,
-            "warmup_steps",
-            f"be less than steps = {self.steps}",
-            self.warmup_steps,
-        )
+        requirement = f"be divisible by accumulate = {self.accumulate}"
+        is_whole = self.batch_size % self.accumulate == 0
+        require(is_whole, "TrainSettings", "batch_size", requirement, self.batch_size)
         return self
 
     @property

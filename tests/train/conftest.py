@@ -42,7 +42,7 @@ def tiny_settings(text_file: Path, tmp_path: Path) -> Callable[..., TrainSetting
             "model_override": TINY_MODEL,
             "experts": "piper",
             "steps": 4,
-            "warmup_steps": 1,
+            "warmup_fraction": 0.25,
             "batch_size": 4,
             "sequence_length": 16,
             "checkpoint_every": 2,

@@ -98,8 +98,8 @@ def test_train_step_clips_the_gradient(make_trainer: Make) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        ("weight", "train_step: loss of step 2 must be a finite number, got nan. Lower"),
-        ("gradient", "train_step: grad_norm of step 2 must be a finite number, got inf. Lower"),
+        ("weight", "train_step: loss of step 2 must be a finite number, got nan. Start"),
+        ("gradient", "train_step: grad_norm of step 2 must be a finite number, got inf. Start"),
     ],
 )
 def test_train_step_stops_at_what_is_not_finite(

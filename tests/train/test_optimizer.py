@@ -32,12 +32,12 @@ def test_build_optimizer_decays_matrices_only(tiny_settings: Callable[..., Train
 
 def test_learning_rate_warms_up_and_follows_a_cosine() -> None:
     settings = TrainSettings(
-        steps=110, warmup_steps=10, learning_rate=2.0, final_learning_rate_fraction=0.1
+        steps=100, warmup_fraction=0.1, learning_rate=2.0, final_learning_rate_fraction=0.1
     )
-    rates = [learning_rate(step, settings) for step in range(1, 111)]
+    rates = [learning_rate(step, settings) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
-    assert rates[59] == pytest.approx((2.0 + 0.2) / 2)
+    assert rates[54] == pytest.approx((2.0 + 0.2) / 2)
     assert rates[-1] == pytest.approx(0.2)
     assert all(late < early for early, late in pairwise(rates[9:]))
-    without = TrainSettings(steps=10, warmup_steps=0, learning_rate=1.0)
+    without = TrainSettings(steps=10, warmup_fraction=0.0, learning_rate=1.0)
     assert learning_rate(1, without) < 1.0

@@ -54,7 +54,7 @@ def run_cases(
     override = [f"{key}={value}" for key, value in settings.model_override.items()]
     arguments = [
         *("--data", str(settings.data[0]), "--model-override", *override, "--experts", "piper"),
-        *("--steps", str(NUM_STEPS), "--warmup-steps", "1", "--batch-size", "4"),
+        *("--steps", str(NUM_STEPS), "--warmup-fraction", "0.2", "--batch-size", "4"),
         *("--sequence-length", "16", "--checkpoint-every", "3", "--evaluate-every", "4"),
         *("--sample-tokens", "0", "--compare-rounds", "0", "--threads", "1"),
     ]

@@ -33,7 +33,7 @@ def test_settings_from_refuses_an_unknown_key_with_the_nearest_known_one() -> No
             {"batch_size": 9, "accumulate": 2},
             "batch_size must be divisible by accumulate = 2, got 9",
         ),
-        ({"steps": 5, "warmup_steps": 5}, "warmup_steps must be less than steps = 5, got 5"),
+        ({"warmup_fraction": 1.0}, "warmup_fraction must be less than 1, got 1.0"),
         ({"model_override": 3}, "model_override must be an object, got 3"),
         # beyond what torch, a checkpoint's name or a machine has room for
         ({"seed": 2**64}, "seed must be less than 18446744073709551616"),
