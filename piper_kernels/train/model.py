@@ -83,7 +83,7 @@ def _try_a_step(model: nn.Module, settings: TrainSettings, device: torch.device)
         value = f"{settings.model}{overrides} and {settings.experts} experts"
         requirement = "be able to run"
         remedy = "Change --model-override or --experts."
-        what = f"{value} ({_first_line(error)})"
+        what = f"{value} ({_one_line(error)})"
         raise ConfigError(instruction("build_model", "model", requirement, what, remedy)) from error
     model.zero_grad(set_to_none=True)
 

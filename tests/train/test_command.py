@@ -56,15 +56,14 @@ def test_run_trains_refuses_to_clobber_overwrites_and_resumes(
     assert "resume: seed must stay as in the checkpoint ('1'), got '2'" in capsys.readouterr().err
 
 
-def test_run_resumes_with_settings_that_only_suit_the_checkpoint(
+def test_run_judges_settings_beside_the_checkpoint(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 0
-    # 4 steps are less than the default warm-up, but not than this run's
+    # 8 microbatches suit the default batch, but not this run's
     words = ["train", "--out", str(tmp_path / "run"), "--resume"]
-    assert cli.main([*words, "--steps", "4"]) == 0
-    assert cli.main([*words, "--steps", "1"]) == 2
-    message = "resume: TrainSettings: warmup_steps must be less than steps = 1, got 1"
+    assert cli.main([*words, "--accumulate", "8"]) == 2
+    message = "resume: TrainSettings: batch_size must be divisible by accumulate = 8, got 4"
     assert message in capsys.readouterr().err
 
 
