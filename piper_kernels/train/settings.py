@@ -81,10 +81,10 @@ class TrainSettings(StrictModel):
         "model", False, "recompute each layer in backward to save memory"
     )
 
-    steps: int = _setting("training", 500, "optimizer steps", ge=1)
-    batch_size: int = _setting("training", 8, "sequences per step", ge=1)
+    steps: int = _setting("training", 400, "optimizer steps", ge=1)
+    batch_size: int = _setting("training", 16, "sequences per step", ge=1)
     accumulate: int = _setting("training", 1, "microbatches that a step is cut into", ge=1)
-    sequence_length: int = _setting("training", 256, "tokens per sequence", ge=2)
+    sequence_length: int = _setting("training", 128, "tokens per sequence", ge=2)
     seed: int = _setting("training", 0, "seed of the weights and of the order of the data", ge=0)
     device: str = _setting("training", "auto", "auto, cpu, cuda or cuda:N")
     threads: int = _setting(
