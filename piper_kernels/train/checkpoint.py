@@ -65,30 +65,12 @@ def save_checkpoint(
     Raises:
         CheckpointError: if it cannot be written, e.g. onto a full disk; the others are untouched.
     """
-    final = folder / checkpoint_name(trainer.step)
-    if final.exists():
-        return final
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
-    aside = folder / f"{_WRITING}{final.name}"
-    tensors = _snapshot(trainer)
-    _require_space(folder, tensors)
-    with _explained(aside):
-        _write_tensors(aside, tensors)
-        manifest = Manifest(
-            step=trainer.step,
-            settings=trainer.settings.model_dump(mode="json"),
-            text_sha256=text_sha256,
-            model_digest=model_digest,
-            versions=_versions(),
-            files=describe_files(aside),
-        )
-        path = aside / MANIFEST
-        path.write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
-        sync_path(path)
-        sync_path(aside)
-        aside.rename(final)
-        sync_path(folder)
+    final = folder / checkpoint_name(trainer.step)
+    # a run that is resumed has the checkpoint it came from
+    if not final.exists():
+        _write(final, trainer, text_sha256, model_digest)
     for old in _checkpoints(folder)[:-keep]:
         _remove(old)
     return final
@@ -167,6 +149,30 @@ def _snapshot(trainer: Trainer) -> dict[str, Tensor]:
         key: tensor.clone() if tensor.ndim == 0 else tensor.contiguous()
         for key, tensor in _tensors(trainer).items()
     }
+
+
+def _write(final: Path, trainer: Trainer, text_sha256: str, model_digest: str) -> None:
+    """Write a checkpoint aside, bring it to the disk, and give it its name."""
+    folder = final.parent
+    aside = folder / f"{_WRITING}{final.name}"
+    tensors = _snapshot(trainer)
+    _require_space(folder, tensors)
+    with _explained(aside):
+        _write_tensors(aside, tensors)
+        manifest = Manifest(
+            step=trainer.step,
+            settings=trainer.settings.model_dump(mode="json"),
+            text_sha256=text_sha256,
+            model_digest=model_digest,
+            versions=_versions(),
+            files=describe_files(aside),
+        )
+        path = aside / MANIFEST
+        path.write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
+        sync_path(path)
+        sync_path(aside)
+        aside.rename(final)
+        sync_path(folder)
 
 
 def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -76,7 +76,7 @@ def train(run: Run, folder: RunFolder, progress: Progress, stop: StopRequest) ->
     beginning, and when ``stop`` asks to end.
 
     Returns:
-        Whether all steps are done.
+        Whether all steps are done and nobody asked to stop.
 
     Raises:
         TrainingError: if the loss is no finite number; the last checkpoint stays.
@@ -95,7 +95,7 @@ def train(run: Run, folder: RunFolder, progress: Progress, stop: StopRequest) ->
         _save(run, folder, metrics)
     finally:
         metrics.close()
-    return trainer.step == settings.steps
+    return trainer.step == settings.steps and not stop.is_made
 
 
 def _step(run: Run) -> StepRecord:

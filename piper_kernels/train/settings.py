@@ -82,10 +82,10 @@ class TrainSettings(StrictModel):
     )
 
     # a checkpoint's name has room for 8 digits
-    steps: int = _setting("training", 500, "optimizer steps", ge=1, lt=10**8)
-    batch_size: int = _setting("training", 8, "sequences per step", ge=1)
+    steps: int = _setting("training", 400, "optimizer steps", ge=1, lt=10**8)
+    batch_size: int = _setting("training", 16, "sequences per step", ge=1)
     accumulate: int = _setting("training", 1, "microbatches that a step is cut into", ge=1)
-    sequence_length: int = _setting("training", 256, "tokens per sequence", ge=2)
+    sequence_length: int = _setting("training", 128, "tokens per sequence", ge=2)
     seed: int = _setting(
         "training", 0, "seed of the weights and of the order of the data", ge=0, lt=2**64
     )
