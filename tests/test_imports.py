@@ -161,3 +161,10 @@ def test_public_names_resolve() -> None:
         assert getattr(piper_kernels, name) is not None, f"{name} is listed but missing"
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = piper_kernels.nonsense
+
+
+def test_functional_names_are_the_ops() -> None:
+    from piper_kernels import functional
+
+    for name in functional.__all__:
+        assert callable(getattr(functional, name)), f"functional.{name} is not the op"

@@ -1,10 +1,12 @@
 """The library's own choice, and the proof that it computes."""
 
+import sys
+
 import pytest
 import torch
 
 from piper_kernels.doctor.backends import check_backends, judge_backend, judge_proof, prove
-from piper_kernels.functional import experts as experts_module
+from piper_kernels.functional.experts import experts
 
 
 def test_judge_backend_warns_of_a_fallback() -> None:
@@ -27,7 +29,7 @@ def test_check_backends_proves_the_cpu() -> None:
 
 
 def test_prove_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = experts_module.experts
+    right = experts
 
     def wrong(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         y = right(x, *others)
@@ -35,6 +37,7 @@ def test_prove_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None
         return y + (x - x.detach())
 
     prove("cpu")
-    monkeypatch.setattr(experts_module, "experts", wrong)
+    # the name in the package is the function, not the module that prove() imports from
+    monkeypatch.setattr(sys.modules["piper_kernels.functional.experts"], "experts", wrong)
     with pytest.raises(AssertionError, match="not close"):
         prove("cpu")
