@@ -177,3 +177,19 @@ def test_help_needs_neither_torch_nor_transformers() -> None:
     assert done.returncode == 0, done.stderr
     assert "--learning-rate X" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_run_lets_threads_sleep_unless_told_otherwise(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        # set first, so that whatever the command sets is undone
+        monkeypatch.setenv(name, "ACTIVE")
+        monkeypatch.delenv(name)
+    bad = [*arguments, "--batch-size", "3", "--accumulate", "2"]
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert cli.main(bad) == 2
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert cli.main(bad) == 2
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
