@@ -12,9 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from piper_kernels.autocast import without_autocast
 from piper_kernels.config import check_choice
 from piper_kernels.errors import check_dtype, check_shape, require
-from piper_kernels.routing import LOGITS_DTYPES, Routing, count_experts, widen, without_autocast
+from piper_kernels.routing import LOGITS_DTYPES, Routing, count_experts, widen
 
 Normalization = Literal["per_slot", "per_token"]
 

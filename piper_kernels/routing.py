@@ -6,13 +6,13 @@ loss-free bias update are in ``piper_kernels.balance``.
 Letters: T num_tokens, K top_k, E num_experts. A slot is a (token, k) pair.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from piper_kernels.autocast import without_autocast
 from piper_kernels.choice import choose
 from piper_kernels.config import RouterConfig, RouterKind
 from piper_kernels.errors import (
@@ -278,13 +278,6 @@ def count_experts(expert_ids: Tensor, num_experts: int) -> Tensor:
 def widen(tensor: Tensor) -> Tensor:
     """The tensor in fp32; fp64 stays fp64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which autocast narrows nothing on this device."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 def _check_route(

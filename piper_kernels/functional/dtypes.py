@@ -1,17 +1,10 @@
 """Which dtype an op computes in, and which it returns."""
 
-import contextlib
-
 import torch
 from torch import Tensor
 
+from piper_kernels.autocast import is_autocast_active
 from piper_kernels.errors import DtypeError, instruction
-
-
-def is_autocast_active(tensor: Tensor) -> bool:
-    """Whether ``torch.autocast`` is on for the tensor's device."""
-    device_type = tensor.device.type
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def choose_dtypes(x: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -21,7 +14,7 @@ def choose_dtypes(x: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:
     what ``F.linear`` would use: autocast's, unless x or the weights are fp64.
     """
     is_double = torch.float64 in (x.dtype, weight.dtype)
-    if is_autocast_active(x) and not is_double:
+    if is_autocast_active(x.device) and not is_double:
         dtype = torch.get_autocast_dtype(x.device.type)
         return dtype, dtype
     return weight.dtype, x.dtype
@@ -30,13 +23,6 @@ def choose_dtypes(x: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:
 def gate_dtype(compute_dtype: torch.dtype) -> torch.dtype:
     """The dtype of gates and their gradient: fp32, or fp64 in an fp64 computation."""
     return torch.promote_types(compute_dtype, torch.float32)
-
-
-def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Run plain torch code in the dtypes that it was given."""
-    if is_autocast_active(tensor):
-        return torch.autocast(tensor.device.type, enabled=False)
-    return contextlib.nullcontext()
 
 
 def check_one_dtype(function: str, tensors: dict[str, Tensor | None]) -> None:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from piper_kernels.autocast import is_autocast_active, without_autocast
 from piper_kernels.balance import updated_correction_bias
 from piper_kernels.config import MoEConfig
 from piper_kernels.errors import ConfigError, check_dtype, check_same_device, instruction
-from piper_kernels.functional.dtypes import is_autocast_active
 from piper_kernels.modules.parameters import (
     Shapes,
     check_tensors,
@@ -21,7 +21,7 @@ from piper_kernels.modules.parameters import (
     init_zeros,
     new_parameters,
 )
-from piper_kernels.routing import Routing, apply_jitter, route, widen, without_autocast
+from piper_kernels.routing import Routing, apply_jitter, route, widen
 
 WIDE_DTYPES = (torch.float32, torch.float64)
 
@@ -165,7 +165,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     wide = widen(x)
     weight = weight.to(wide.dtype)
     bias = None if bias is None else bias.to(wide.dtype)
-    if wide is x and not is_autocast_active(x):
+    if wide is x and not is_autocast_active(x.device):
         return F.linear(x, weight, bias)
     return _WideLinear.apply(x, weight, bias)
 

@@ -12,7 +12,6 @@ from piper_kernels.functional.dtypes import (
     check_one_dtype,
     choose_dtypes,
     gate_dtype,
-    without_autocast,
 )
 from piper_kernels.functional.experts import experts
 from piper_kernels.reference.experts import experts as reference_experts
@@ -185,11 +184,3 @@ def test_gate_dtype() -> None:
 
 def test_check_one_dtype_skips_none() -> None:
     check_one_dtype("f", {"a": torch.empty(1), "b": None, "c": torch.empty(1)})
-
-
-def test_without_autocast() -> None:
-    x = torch.randn(2, 2)
-    with torch.autocast("cpu", torch.bfloat16):
-        with without_autocast(x):
-            assert (x @ x).dtype == torch.float32
-        assert (x @ x).dtype == torch.bfloat16
