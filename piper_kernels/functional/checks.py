@@ -1,9 +1,12 @@
 """What experts() demands of its arguments. Only shapes, dtypes and devices: no host sync."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from piper_kernels.config import Save, WeightLayout, check_choice
+from piper_kernels.autocast import is_autocast_active
+from piper_kernels.config import Activation, Save, WeightLayout, check_choice, require_type
 from piper_kernels.errors import (
     ShapeError,
     check_dtype,
@@ -11,9 +14,10 @@ from piper_kernels.errors import (
     check_shape,
     require,
 )
-from piper_kernels.functional.dtypes import check_one_dtype, is_autocast_active
+from piper_kernels.functional.dtypes import check_one_dtype
 from piper_kernels.permutation import ID_DTYPES
 
+ActivationLike = Activation | Callable[[Tensor], Tensor]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -27,17 +31,14 @@ def check_experts(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     layout: WeightLayout,
-    save: Save,
 ) -> None:
-    """Raise unless the arguments of ``experts`` go together.
+    """Raise unless the tensors of ``experts`` go together.
 
     Raises:
         ShapeError: a shape does not fit x, E, K or the layout.
         DtypeError: a dtype is not supported.
         DeviceError: two tensors lie on different devices.
-        ConfigError: ``save`` is unknown.
     """
-    check_choice(function, "save", save, Save)
     remedy = "Flatten it with x.reshape(-1, x.shape[-1])."
     check_shape(function, "x", x, ("T", "H"), (None, None), remedy)
     check_dtype(function, "x", x, FLOATS)
@@ -60,8 +61,19 @@ def check_experts(
     check_dtype(function, "gate_up_proj", gate_up_proj, FLOATS)
     check_same_device(function, {"x": x, "expert_ids": expert_ids, "gates": gates, **tensors})
     # autocast casts them all
-    if not is_autocast_active(x):
+    if not is_autocast_active(x.device):
         check_one_dtype(function, tensors)
+
+
+def check_options(
+    function: str, layout: WeightLayout, activation: ActivationLike, save: Save
+) -> None:
+    """Raise ``ConfigError`` unless the options of ``experts`` go together."""
+    require_type(function, "layout", layout, WeightLayout)
+    if not callable(activation):
+        require_type(function, "activation", activation, Activation)
+        activation.check_layout(function, layout)
+    check_choice(function, "save", save, Save)
 
 
 def _check_routing(function: str, x: Tensor, expert_ids: Tensor, gates: Tensor) -> None:

@@ -79,7 +79,6 @@ def composed_experts(
         gate_up_bias,
         down_bias,
         layout,
-        "preact",
     )
     dtype, out_dtype = choose_dtypes(x, gate_up_proj)
     backend = choose_for(name, backend, x, dtype).backend

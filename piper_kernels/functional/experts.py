@@ -5,15 +5,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from piper_kernels.config import SWIGLU, Activation, Backend, Save, WeightLayout, require_type
+from piper_kernels.autocast import without_autocast
+from piper_kernels.config import SWIGLU, Activation, Backend, Save, WeightLayout
 from piper_kernels.contracts import ExpertsWeights
 from piper_kernels.functional.backend import choose_for
-from piper_kernels.functional.checks import check_experts
+from piper_kernels.functional.checks import check_experts, check_options
 from piper_kernels.functional.composed import composed_experts
 from piper_kernels.functional.dtypes import (
     choose_dtypes,
     gate_dtype,
-    without_autocast,
 )
 from piper_kernels.functional.experts_op import run_experts
 from piper_kernels.functional.routing_metadata import build_permutation
@@ -79,12 +79,7 @@ def experts(
     """
     name = "experts"
     layout = layout or WeightLayout()
-    require_type(name, "layout", layout, WeightLayout)
-    if not callable(activation):
-        require_type(name, "activation", activation, Activation)
-    check_experts(
-        name, x, expert_ids, gates, gate_up_proj, down_proj, gate_up_bias, down_bias, layout, save
-    )
+    check_options(name, layout, activation, save)
     if not isinstance(activation, Activation):
         return composed_experts(
             x,
@@ -98,7 +93,8 @@ def experts(
             down_bias=down_bias,
             backend=backend,
         )
-    activation.check_layout(name, layout)
+    tensors = (gate_up_proj, down_proj, gate_up_bias, down_bias)
+    check_experts(name, x, expert_ids, gates, *tensors, layout)
     dtype, out_dtype = choose_dtypes(x, gate_up_proj)
     running = choose_for(name, backend, x, dtype).backend
     x, gates = x.to(dtype), gates.to(gate_dtype(dtype))
@@ -106,7 +102,7 @@ def experts(
     gate_up_bias = None if gate_up_bias is None else gate_up_bias.to(dtype)
     down_bias = None if down_bias is None else down_bias.to(dtype)
     if running == "reference":
-        with without_autocast(x):
+        with without_autocast(x.device):
             y = reference_experts(
                 x,
                 expert_ids,

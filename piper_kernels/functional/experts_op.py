@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piper_kernels.autocast import without_autocast
 from piper_kernels.config import Activation, WeightLayout
 from piper_kernels.contracts import ExpertsNeeds, ExpertsWeights
 from piper_kernels.functional.backend import load
-from piper_kernels.functional.dtypes import without_autocast
 from piper_kernels.functional.routing_metadata import maps_of, permutation_of
 from piper_kernels.functional.transforms import (
     last_derivative,
@@ -84,7 +84,7 @@ def _experts_forward(
 ) -> tuple[Tensor, Tensor]:
     weights = _unpack(tensors, layout, function, constants)
     permutation = permutation_of(maps, weights.num_experts, gates.shape[1])
-    with without_autocast(x):
+    with without_autocast(x.device):
         y, preact = load(backend, "experts").experts_forward(
             x, gates, permutation, weights, needs_preact=needs_preact
         )
@@ -130,7 +130,7 @@ def _experts_backward(
     weights = _unpack(tensors, layout, function, constants)
     permutation = permutation_of(maps, weights.num_experts, gates.shape[1])
     kept = preact if preact.numel() else None
-    with without_autocast(x):
+    with without_autocast(x.device):
         grads = load(backend, "experts").experts_backward(
             grad_y, x, gates, permutation, weights, kept, needs=_unpack_needs(needs)
         )

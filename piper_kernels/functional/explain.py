@@ -9,7 +9,7 @@ from torch import Tensor
 
 from piper_kernels.config import SWIGLU, Activation, Backend, Save, WeightLayout
 from piper_kernels.functional.backend import Choice, Running, choose_for
-from piper_kernels.functional.checks import check_experts
+from piper_kernels.functional.checks import check_experts, check_options
 from piper_kernels.functional.dtypes import choose_dtypes, gate_dtype
 from piper_kernels.functional.experts import is_gradient_wanted
 
@@ -102,10 +102,9 @@ def explain_experts(
     name = "experts"
     layout = layout or WeightLayout()
     tensors = (gate_up_proj, down_proj, gate_up_bias, down_bias)
-    check_experts(name, x, expert_ids, gates, *tensors, layout, save)
+    check_options(name, layout, activation, save)
+    check_experts(name, x, expert_ids, gates, *tensors, layout)
     is_callable = not isinstance(activation, Activation)
-    if isinstance(activation, Activation):
-        activation.check_layout(name, layout)
     dtype, output_dtype = choose_dtypes(x, gate_up_proj)
     choice = choose_for(name, backend, x, dtype)
     is_wanted = is_gradient_wanted(x, gates, *tensors)

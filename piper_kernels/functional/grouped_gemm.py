@@ -5,14 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piper_kernels.autocast import is_autocast_active, without_autocast
 from piper_kernels.config import Backend
 from piper_kernels.errors import check_dtype, check_same_device, check_shape
 from piper_kernels.functional.backend import choose_for, load
 from piper_kernels.functional.dtypes import (
     check_one_dtype,
     choose_dtypes,
-    is_autocast_active,
-    without_autocast,
 )
 from piper_kernels.functional.transforms import register_loop_over_batch
 from piper_kernels.permutation import ID_DTYPES
@@ -29,7 +28,7 @@ def _grouped_gemm(
     backend: str,
 ) -> Tensor:
     run = load(backend, "grouped_gemm").grouped_gemm
-    with without_autocast(rows):
+    with without_autocast(rows.device):
         return run(rows, weight, expert_offsets, bias=bias, is_transposed=is_transposed)
 
 
@@ -50,7 +49,7 @@ def _wgrad(
     grad_out: Tensor, rows: Tensor, expert_offsets: Tensor, is_transposed: bool, backend: str
 ) -> Tensor:
     run = load(backend, "grouped_gemm").grouped_gemm_wgrad
-    with without_autocast(rows):
+    with without_autocast(rows.device):
         return run(grad_out, rows, expert_offsets, is_transposed=is_transposed)
 
 
@@ -197,13 +196,13 @@ def grouped_gemm(
     tensors = {"rows": rows, "weight": weight, "bias": bias, "expert_offsets": expert_offsets}
     check_same_device(name, tensors)
     dtype, out_dtype = choose_dtypes(rows, weight)
-    if not is_autocast_active(rows):
+    if not is_autocast_active(rows.device):
         check_one_dtype(name, {"weight": weight, "bias": bias})
     rows, weight = rows.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     running = choose_for(name, backend, rows, dtype).backend
     if running == "reference":
-        with without_autocast(rows):
+        with without_autocast(rows.device):
             out = reference.grouped_gemm(
                 rows, weight, expert_offsets, bias=bias, is_transposed=is_transposed
             )
@@ -253,7 +252,7 @@ def grouped_gemm_wgrad(
     check_one_dtype(name, {"rows": rows, "grad_out": grad_out})
     running = choose_for(name, backend, rows, rows.dtype).backend
     if running == "reference":
-        with without_autocast(rows):
+        with without_autocast(rows.device):
             return reference.grouped_gemm_wgrad(
                 grad_out, rows, expert_offsets, is_transposed=is_transposed
             )
