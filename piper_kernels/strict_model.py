@@ -9,14 +9,18 @@ import json
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Self, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Self, Union, get_args, get_origin
 
 import pydantic
 
-# pydantic exports no name for its metaclass; type(BaseModel) would hide the fields from mypy
-from pydantic._internal._model_construction import ModelMetaclass
-
 from piper_kernels.errors import ConfigError, PiperError, did_you_mean, instruction
+
+if TYPE_CHECKING:
+    # the fields of a model show to mypy through this name only
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    # pydantic exports no name for its metaclass
+    ModelMetaclass = type(pydantic.BaseModel)
 
 Fraction = Annotated[float, pydantic.Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, pydantic.Field(ge=0)]

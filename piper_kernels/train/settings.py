@@ -50,7 +50,11 @@ class TrainSettings(StrictModel):
         "keep paragraphs that occurred before; without, held-out text stays unseen",
     )
     held_out_fraction: float = _setting(
-        "data", 0.1, "share of the text that is only evaluated", ge=1e-4, le=0.5
+        "data",
+        0.1,
+        "share of the text that is only evaluated: one block in round(1 / share)",
+        ge=1e-4,
+        le=0.5,
     )
 
     model: str = _setting(
