@@ -14,7 +14,7 @@ import gc
 import itertools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -168,11 +168,10 @@ def run_problem(
     )
 
 
-def run(settings: Settings, console: Console, environment: Environment) -> list[Record]:
-    """Run every case of the settings and print each as it ends."""
+def run(settings: Settings, console: Console, environment: Environment) -> Iterator[list[Record]]:
+    """Run the cases of the settings one by one; print and yield the records of each."""
     register_implementations()
     eager_tokens = min(settings.tokens, key=lambda tokens: abs(tokens - EAGER_BACKWARD_TOKENS))
-    records: list[Record] = []
     for op, shape, dtype, num_tokens, routing in list_cases(settings):
         problem = build_problem(op, shape, num_tokens, dtype, routing)
         for mode in settings.modes:
@@ -194,11 +193,10 @@ def run(settings: Settings, console: Console, environment: Environment) -> list[
                 budget=settings.budget,
             )
             print_case(case.title, found, console)
-            records += found
+            yield found
         # gigabytes of weights: freed before the next problem is built
         del problem
         gc.collect()
-    return records
 
 
 def _speedups(records: Sequence[Record], mode: Mode, *, has_decode: bool) -> list[Record]:
@@ -314,6 +312,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the bench and return the exit status."""
     arguments = make_parser().parse_args(words)
     console = make_console()
+    records: list[Record] = []
     try:
         settings = read_settings(arguments)
         # before anything is measured that could not be kept
@@ -321,12 +320,15 @@ def main(words: Sequence[str] | None = None) -> int:
             check_writable(arguments.out / RECORDS)
         environment = describe_environment()
         print_environment(environment, console)
-        records = run(settings, console, environment)
+        for found in run(settings, console, environment):
+            records += found
+            # at once: a later case may be refused, and a long run may be stopped
+            if arguments.out:
+                write_records(arguments.out / RECORDS, found)
     except PiperError as error:
         print(f"bench_moe: {error}", file=sys.stderr)
         return 2
     if arguments.out:
-        write_records(arguments.out / RECORDS, records)
         plot_speedups(arguments.out / "moe_cpu.png", records, PIPER)
         console.print(f"written: {arguments.out}/moe_cpu.jsonl and moe_cpu.png")
     targets = list_targets(records)

@@ -231,10 +231,14 @@ def test_read_settings_quick_is_small() -> None:
 
 def test_run_prints_every_case_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     text = io.StringIO()
-    records = bench_moe.run(
+    cases = bench_moe.run(
         settings(budget=Budget(min_rounds=1, max_rounds=1)),
         Console(file=text, width=100),
         bench_moe.describe_environment(),
     )
+    records = list(next(cases))
+    assert text.getvalue().count("roofs: dense GEMM") == 1
+    for found in cases:
+        records += found
     assert text.getvalue().count("roofs: dense GEMM") == 2
     assert {r.mode for r in records} == {"forward", "forward_backward"}
