@@ -11,7 +11,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-hypothesis.settings.register_profile("quick", max_examples=25, deadline=None)
+# the same examples every time, so that a change is what turns the suite red; `make test-deep` draws
+# new ones at every run
+hypothesis.settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("deep", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

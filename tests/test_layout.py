@@ -22,7 +22,6 @@ TESTED_ELSEWHERE = {
     "piper_kernels/contracts.py": "data and four sizes, used by every test of functional/ and cpu/",
     "piper_kernels/dist/halo_program.py": "data; tests/dist/test_halo_routes.py carries it out",
     "piper_kernels/testing/exchange.py": "a simulation that tests/dist/test_halo_routes.py runs",
-    "piper_kernels/testing/experts_case.py": "inputs and oracle that tests/triton/ runs on",
     "piper_kernels/testing/rank_group.py": "tests/testing/test_ranks.py, through run_ranks",
     "piper_kernels/testing/rank_process.py": "tests/testing/test_ranks.py, through run_ranks",
     "piper_kernels/triton/chunks.py": "long experts in tests/triton/test_grouped_gemm_wgrad.py",

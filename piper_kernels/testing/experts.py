@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from piper_kernels.config import SWIGLU, Activation, WeightLayout
+from piper_kernels.contracts import ExpertsWeights
+from piper_kernels.permutation import Permutation
 from piper_kernels.reference.experts import experts as reference_experts
 from piper_kernels.testing.closeness import assert_close_to_baseline
 from piper_kernels.testing.routing import RoutingKind, make_routing
@@ -29,6 +31,23 @@ class ExpertsInputs:
     grad_y: Tensor
     layout: WeightLayout
     activation: Activation
+
+    @property
+    def permutation(self) -> Permutation:
+        """Of these tokens to their experts, as a backend's raw functions take it."""
+        return Permutation.from_expert_ids(self.expert_ids, len(self.gate_up_proj))
+
+    @property
+    def weights(self) -> ExpertsWeights:
+        """Weights and biases, as a backend's raw functions take them."""
+        return ExpertsWeights(
+            gate_up_proj=self.gate_up_proj,
+            down_proj=self.down_proj,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            layout=self.layout,
+            activation=self.activation,
+        )
 
     def to(self, dtype: torch.dtype) -> "ExpertsInputs":
         """The same values in another dtype (gates at least fp32), contiguous."""
@@ -169,7 +188,7 @@ def assert_experts_match_oracle(
     """
     baseline = run_experts(reference_experts, inputs.to(inputs.x.dtype))
     truth = run_experts(reference_experts, inputs.to(torch.float64))
-    assert actual.keys() == truth.keys()
+    assert actual.keys() == truth.keys(), f"{sorted(actual)}, want {sorted(truth)}"
     # inputs are of order 1, so a sum of n products of them is of order sqrt(n)
     most_rows = int(inputs.expert_ids.flatten().bincount().max()) if inputs.x.numel() else 1
     inner_size = inputs.down_proj.numel() // inputs.x.shape[1] // len(inputs.down_proj)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from piper_kernels.functional.experts import experts
 from piper_kernels.functional.grouped_gemm import grouped_gemm
-from piper_kernels.testing import assert_close_to_baseline, make_experts_case, oracle
+from piper_kernels.testing import assert_experts_match_oracle, make_experts_inputs, run_experts
 
 
 def leaf(tensor: Tensor) -> Tensor:
@@ -15,26 +15,11 @@ def leaf(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("save", ["preact", "x"])
 def test_experts_triton_backend_equals_oracle(save: str) -> None:
-    case = make_experts_case((9, 16, 24, 3, 2), kind="with_sentinels", has_bias=True)
-    weights = case.weights
-    assert weights.gate_up_bias is not None
-    assert weights.down_bias is not None
-    leaves = {
-        "x": leaf(case.x),
-        "gates": leaf(case.gates),
-        "gate_up_proj": leaf(weights.gate_up_proj),
-        "down_proj": leaf(weights.down_proj),
-        "gate_up_bias": leaf(weights.gate_up_bias),
-        "down_bias": leaf(weights.down_bias),
-    }
-    y = experts(expert_ids=case.expert_ids, save=save, backend="triton", **leaves)
-    y.backward(case.grad_y)
-    baseline, truth = oracle(case), oracle(case, torch.float64)
-    assert_close_to_baseline("y", y, baseline["y"], truth["y"])
-    for name, tensor in leaves.items():
-        assert tensor.grad is not None, name
-        rows = (value.reshape(1, -1) for value in (tensor.grad, baseline[name], truth[name]))
-        assert_close_to_baseline(name, *rows)
+    inputs = make_experts_inputs(
+        9, 16, 24, 3, 2, routing="with_sentinels", has_gate_up_bias=True, has_down_bias=True
+    )
+    actual = run_experts(experts, inputs, save=save, backend="triton")
+    assert_experts_match_oracle(actual, inputs)
 
 
 def test_grouped_gemm_triton_backend_is_differentiable() -> None:
