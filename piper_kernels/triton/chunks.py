@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from piper_kernels.cost.ragged import max_chunks
 from piper_kernels.triton.launch import launch
-from piper_kernels.triton.tile_schedule import chunk_schedule, max_chunks
+from piper_kernels.triton.tile_schedule import chunk_schedule
 
 BLOCK_M = 32
 BLOCK_N = 128

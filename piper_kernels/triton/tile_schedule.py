@@ -17,26 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from piper_kernels.cost.ragged import max_chunks, max_tiles
 from piper_kernels.triton.launch import launch
 from piper_kernels.triton.tiles import BLOCK_ROWS
 
 # of a program, and of one of its steps
 ENTRIES = 128
 EXPERTS = 32
-
-
-def max_tiles(num_rows: int, num_experts: int, block_rows: int) -> int:
-    """The most tiles that any split of ``num_rows`` rows over ``num_experts`` experts can need.
-
-    All experts but one own a single row in the worst case.
-
-    Example:
-        >>> max_tiles(10, 4, 4), max_tiles(3, 8, 16)
-        (5, 3)
-    """
-    if num_rows <= num_experts:
-        return num_rows
-    return num_experts - 1 + -(-(num_rows - num_experts + 1) // block_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -150,16 +137,6 @@ def tile_schedules(expert_offsets: Tensor, num_rows: int) -> TileSchedules:
     return TileSchedules(
         num_rows=num_rows, num_experts=num_experts, entries=entries, tile_offsets=tile_offsets
     )
-
-
-def max_chunks(num_rows: int, chunk_rows: int) -> int:
-    """The most chunks of experts longer than ``chunk_rows``: each at best has one row too many.
-
-    Example:
-        >>> max_chunks(10, 4)
-        4
-    """
-    return 2 * num_rows // (chunk_rows + 1)
 
 
 def chunk_schedule(expert_offsets: Tensor, num_rows: int, chunk_rows: int) -> tuple[Tensor, Tensor]:
