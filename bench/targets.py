@@ -51,11 +51,11 @@ def _number(value: float | None, missing: str) -> str:
     return missing if value is None else f"{value:.3g}"
 
 
-def print_targets(targets: Sequence[Target], console: Console) -> None:
-    """Print the table and, last, the line that counts."""
+def print_targets(targets: Sequence[Target], console: Console, *, found: str = "measured") -> None:
+    """Print the table and, last, the line that counts; ``found`` heads the column of values."""
     table = Table(title="targets", title_justify="left")
     table.add_column("what")
-    for name in ("target", "measured", "limit"):
+    for name in ("target", found, "limit"):
         table.add_column(name, justify="right")
     table.add_column("")
     for target in targets:
@@ -63,7 +63,7 @@ def print_targets(targets: Sequence[Target], console: Console) -> None:
         table.add_row(
             target.name,
             f"{sign} {target.threshold:.3g}",
-            _number(target.measured, "not measured"),
+            _number(target.measured, f"not {found}"),
             _number(target.limit, "-"),
             "met" if target.is_met else "missed",
         )

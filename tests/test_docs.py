@@ -153,6 +153,8 @@ def test_pages_name_what_exists(page: Path) -> None:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"make {target}"
     for module in re.findall(r"python3? -m (bench\.\w+)", text):
         is_example = module.endswith(".NAME")
-        assert is_example or (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+        path = ROOT / module.replace(".", "/")
+        exists = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+        assert is_example or exists, module
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
