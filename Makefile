@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Each test process gets one thread: $(JOBS) of them share the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: install demo test test-deep lint types docs bench package clean
+.PHONY: install demo test test-deep lint types docs bench bench-gpu bench-gpu-dry roofline package clean
 
 install: $(STAMP)
 
@@ -54,6 +54,18 @@ docs: $(STAMP)
 # make bench OUT=bench/results keeps what it measured.
 bench: $(STAMP)
 	$(BIN)/python -m bench.bench_moe --quick $(if $(OUT),--out $(OUT))
+
+# On a machine with a GPU, with the python3 that holds its torch: nothing is installed. SECONDS=900
+# gives it more time, OUT=bench/results keeps what it measured.
+bench-gpu:
+	$(PYTHON) -m bench.gpu $(if $(SECONDS),--seconds $(SECONDS)) $(if $(OUT),--out $(OUT))
+
+bench-gpu-dry: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.gpu --dry-run
+
+# make roofline OUT=bench/results writes the table that docs/kernels.md shows.
+roofline: $(STAMP)
+	$(BIN)/python -m bench.roofline $(if $(OUT),--out $(OUT))
 
 package: $(STAMP)
 	bash .ci/package "$(BIN)"

@@ -162,7 +162,7 @@ def _family(shape: Shape) -> Family:
     return FAMILIES[shape.family]
 
 
-def _model_config(shape: Shape, family: Family) -> Any:
+def model_config(shape: Shape, family: Family) -> Any:
     """A configuration of the family that holds nothing of the model but these sizes."""
     from transformers import CONFIG_MAPPING
 
@@ -212,7 +212,7 @@ def build_problem(
     )
     name = family.experts_class if op == "experts" else family.block_class
     with torch.device("meta"):
-        module = getattr(modeling, name)(_model_config(shape, family))
+        module = getattr(modeling, name)(model_config(shape, family))
     module = module.to(DTYPES[dtype]).to_empty(device="cpu")
     _fill(module, family.layout)
     x = torch.randn(num_tokens, shape.H).to(DTYPES[dtype])

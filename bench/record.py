@@ -107,9 +107,12 @@ class Record:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
@@ -121,15 +124,20 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def current_commit() -> str:
+    """Short hash of this checkout, ``-dirty`` if tracked files differ, ``unknown`` without git."""
+    commit = _git("rev-parse", "--short", "HEAD") or "unknown"
+    is_dirty = bool(_git("status", "--porcelain", "--untracked-files=no"))
+    return f"{commit}-dirty" if is_dirty else commit
+
+
 def describe_environment() -> Environment:
     """Look at this process and machine."""
     import torch
     import transformers
 
-    commit = _git("rev-parse", "--short", "HEAD") or "unknown"
-    is_dirty = bool(_git("status", "--porcelain", "--untracked-files=no"))
     return Environment(
-        commit=f"{commit}-dirty" if is_dirty else commit,
+        commit=current_commit(),
         machine=f"{_processor()}, {os.cpu_count()} cores",
         num_threads=torch.get_num_threads(),
         load=round(os.getloadavg()[0], 2),
