@@ -1,6 +1,5 @@
 """Is it right on this device? Every op against the oracle, and what only a device can show."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,16 +9,16 @@ import torch
 from torch import Tensor
 
 from bench.gpu import device_checks
+from bench.gpu.comparing import assert_close, to_device
 from bench.gpu.device import Device
 from bench.gpu.part_log import PartLog, Row
 from piper_kernels import functional
 from piper_kernels.config import GPT_OSS_SWIGLU, RELU2, WeightLayout
 from piper_kernels.permutation import Permutation
+from piper_kernels.reference.experts import experts as reference_experts
 from piper_kernels.testing import (
     ExpertsInputs,
     RoutingKind,
-    assert_close_to_baseline,
-    assert_experts_match_oracle,
     make_experts_inputs,
     make_routing,
     run_experts,
@@ -75,16 +74,6 @@ def list_cases(*, is_dry: bool) -> list[ExpertsCase]:
     ]
 
 
-def to_device(inputs: ExpertsInputs, device: torch.device) -> ExpertsInputs:
-    """The same inputs elsewhere."""
-    values: dict[str, Any] = {
-        field.name: value.to(device)
-        for field in dataclasses.fields(inputs)
-        if isinstance(value := getattr(inputs, field.name), Tensor)
-    }
-    return dataclasses.replace(inputs, **values)
-
-
 def run(log: PartLog, device: Device) -> None:
     """One row for each check; the quick ones first."""
     for kind in ("uniform", "with_sentinels"):
@@ -117,12 +106,9 @@ def check_experts(device: Device, case: ExpertsCase) -> None:
     """Forward and all gradients of one layer."""
     inputs = to_device(case.inputs(), device.torch_device)
     found = run_experts(functional.experts, inputs, backend="triton")
-    assert_experts_match_oracle(found, inputs, slack=_slack(device, case.dtype))
-
-
-def _slack(device: Device, dtype: torch.dtype) -> float:
-    # the interpreter truncates where hardware rounds: twice the error of a store
-    return 8.0 if device.is_dry and dtype == torch.bfloat16 else 4.0
+    baseline = run_experts(reference_experts, inputs)
+    truth = run_experts(reference_experts, inputs.to(torch.float64))
+    assert_close(device, case.dtype, found, baseline, truth)
 
 
 def _compare(
@@ -130,8 +116,6 @@ def _compare(
     dtype: torch.dtype,
     op: Callable[..., Tensor],
     tensors: dict[str, Tensor],
-    *,
-    num_terms: int,
 ) -> None:
     """Output and all gradients of an op, as exact as the oracle in the same dtype."""
 
@@ -152,16 +136,7 @@ def _compare(
 
     found = run_op("triton", dtype)
     baseline, truth = run_op("reference", dtype), run_op("reference", torch.float64)
-    for name, value in found.items():
-        assert_close_to_baseline(
-            name,
-            value,
-            baseline[name],
-            truth[name],
-            slack=_slack(device, dtype),
-            term_size=num_terms**0.5,
-            compute_dtype=dtype,
-        )
+    assert_close(device, dtype, found, baseline, truth)
 
 
 def _case(device: Device, dtype: torch.dtype) -> tuple[Permutation, Tensor, Tensor, Tensor]:
@@ -179,14 +154,14 @@ def check_permute(device: Device, dtype: torch.dtype) -> None:
     """Gather and its gradient."""
     permutation, _, x, _ = _case(device, dtype)
     op = partial(functional.permute, permutation=permutation)
-    _compare(device, dtype, op, {"x": x}, num_terms=3)
+    _compare(device, dtype, op, {"x": x})
 
 
 def check_unpermute(device: Device, dtype: torch.dtype) -> None:
     """Weighted sum and its gradients."""
     permutation, gates, _, rows = _case(device, dtype)
     op = partial(functional.unpermute, permutation=permutation)
-    _compare(device, dtype, op, {"rows": rows, "gates": gates}, num_terms=rows.shape[1])
+    _compare(device, dtype, op, {"rows": rows, "gates": gates})
 
 
 def check_grouped_gemm(device: Device, dtype: torch.dtype) -> None:
@@ -197,8 +172,7 @@ def check_grouped_gemm(device: Device, dtype: torch.dtype) -> None:
     weight = (torch.randn(5, 72, hidden, generator=generator) * hidden**-0.5).to(dtype)
     bias = torch.randn(5, 72, generator=generator).to(dtype)
     op = partial(functional.grouped_gemm, expert_offsets=permutation.expert_offsets)
-    tensors = {"rows": rows, "weight": weight, "bias": bias}
-    _compare(device, dtype, op, tensors, num_terms=len(rows))
+    _compare(device, dtype, op, {"rows": rows, "weight": weight, "bias": bias})
 
 
 OPS: dict[str, Callable[[Device, torch.dtype], Row | None]] = {

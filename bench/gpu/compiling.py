@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bench.gpu import checks, models, sweep
 from bench.gpu.budget import TimeBudget
+from bench.gpu.comparing import to_device
 from bench.gpu.device import Device
 from bench.gpu.part_log import NotMeasured, PartLog, Row
 from bench.gpu.problem import PLAIN, Weights
@@ -94,7 +95,7 @@ def run_layer(x: Tensor, ids: Tensor, gates: Tensor, weights: ExpertsWeights) ->
 def check_layers() -> Iterator[Callable[[], None]]:
     """The layers of the checks."""
     for case in checks.list_cases(is_dry=False):
-        inputs = checks.to_device(case.inputs(), META.torch_device)
+        inputs = to_device(case.inputs(), META.torch_device)
         yield partial(run_layer, inputs.x, inputs.expert_ids, inputs.gates, inputs.weights)
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from bench.gpu.comparing import assert_close, to_device
 from bench.gpu.device import Device
 from bench.gpu.part_log import NotMeasured, Row
 from piper_kernels import functional
 from piper_kernels.reference.experts import experts as reference_experts
 from piper_kernels.testing import (
     ExpertsInputs,
-    assert_close_to_baseline,
     make_experts_inputs,
     run_experts,
 )
@@ -21,8 +21,6 @@ INT32_LIMIT = 2**31
 
 
 def _inputs(device: Device, where: torch.device | None = None) -> ExpertsInputs:
-    from bench.gpu.checks import to_device
-
     sizes = (9, 16, 16, 3, 2) if device.is_dry else (2048, 512, 384, 16, 4)
     inputs = make_experts_inputs(*sizes, routing="skewed", dtype=torch.bfloat16)
     return to_device(inputs, where or device.torch_device)
@@ -84,16 +82,8 @@ def check_far_offsets(device: Device) -> Row:
 
     baseline, truth = expected(dtype), expected(torch.float64)
     found = {"y": y.detach(), "x": grads[0], "gates": grads[1]}
-    for name, value in found.items():
-        assert_close_to_baseline(
-            name,
-            value[ends],
-            baseline[name],
-            truth[name],
-            slack=8.0 if device.is_dry else 4.0,
-            term_size=inter**0.5,
-            compute_dtype=dtype,
-        )
+    some = {name: value[ends] for name, value in found.items()}
+    assert_close(device, dtype, some, baseline, truth)
     return {"num_elements": num_elements}
 
 

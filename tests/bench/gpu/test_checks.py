@@ -16,10 +16,10 @@ DRY = find_device(is_dry=True)
 
 
 def wrong(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrong by 5 % where triton is asked for."""
+    """Wrong by 20 % where triton is asked for."""
 
     def changed(*args: object, backend: str, **options: object) -> Tensor:
-        return op(*args, backend=backend, **options) * (1.05 if backend == "triton" else 1.0)
+        return op(*args, backend=backend, **options) * (1.2 if backend == "triton" else 1.0)
 
     return changed
 
