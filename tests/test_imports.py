@@ -38,7 +38,21 @@ PURE_DIST = {
 }
 PURE_PIPELINE = {
     f"pipeline.{m}"
-    for m in ("platform", "resource_model", "plan", "planner", "schedule", "placement")
+    for m in (
+        "platform",
+        "resource_model",
+        "plan",
+        "planner",
+        "schedule",
+        "expert_costs",
+        "load_history",
+        "migration_policy",
+        "placement_exact",
+        "placement_moves",
+        "placement_pack",
+        "placement_replicate",
+        "placement_swap",
+    )
 }
 PURE = {"errors", "config", "cost", "strict_model", *PURE_DIST, *PURE_PIPELINE}
 
