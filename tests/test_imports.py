@@ -33,6 +33,7 @@ PURE_DIST = {
         "traffic",
         "flow_network",
         "fair_share",
+        "reduction_chunks",
         "simulate",
     )
 }
