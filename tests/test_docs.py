@@ -104,16 +104,30 @@ def test_readme_tree_is_the_tree() -> None:
     assert inner == folders(PACKAGE)
 
 
+def has_kernel(path: Path) -> bool:
+    """Whether a module defines a kernel, by the house's names."""
+    return re.search(r"^def _\w+_kernel\(", path.read_text(), flags=re.MULTILINE) is not None
+
+
 def test_readme_op_table_is_true() -> None:
-    rooms = {"oracle": "reference", "CPU": "cpu", "Triton": "triton"}
     rows = table_after(README, "## Ops")
+    rooms = {"oracle": None, "CPU": "cpu", "Triton": "triton"}
+    listed: set[str] = set()
     for op, *columns in rows:
-        for title, said in zip(rooms, columns, strict=False):
-            exists = (PACKAGE / rooms[title] / f"{op.strip('`')}.py").exists()
-            assert said == ("yes" if exists else "no"), f"README, op {op}, column {title}"
-    listed = {row[0].strip("`") for row in rows}
-    oracles = {path.stem for path in (PACKAGE / "reference").glob("*.py")}
-    assert listed == oracles - {"__init__", "moe"}, "every op with an oracle has a row"
+        for title, cell in zip(rooms, columns, strict=False):
+            paths = re.findall(r"`([\w/]+\.py)`", cell)
+            assert paths or cell == "-", f"README, op {op}, column {title}: {cell!r}"
+            listed.update(paths)
+            for path in paths:
+                assert (PACKAGE / path).is_file(), f"README, op {op}, column {title}: {path}"
+                room = path.rpartition("/")[0]
+                # a file at the top belongs to all backends
+                fits = not room or rooms[title] in (None, room)
+                assert fits, f"README, op {op}: {path} under {title}"
+    oracles = {f"reference/{path.name}" for path in (PACKAGE / "reference").glob("*.py")}
+    kernels = {f"triton/{p.name}" for p in (PACKAGE / "triton").glob("*.py") if has_kernel(p)}
+    missing = (oracles | kernels) - {"reference/__init__.py"} - listed
+    assert not missing, "every oracle and every file with a kernel has its place in the table"
 
 
 def test_readme_keeps_its_form() -> None:
