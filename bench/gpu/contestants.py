@@ -89,6 +89,8 @@ def scattermoe_layer(problem: Problem, shape: Shape) -> Layer:
     gate, up = gate_up.detach().chunk(2, dim=1)
     mlp.experts.weight.data = torch.cat([up, gate], dim=1)
     mlp.output_experts.weight.data = down.detach().clone()
+    # so that its gradients are cleared with all others
+    problem.module.add_module(SCATTERMOE, mlp)
 
     def run() -> Tensor:
         return mlp(problem.x, problem.gates.to(dtype), problem.expert_ids)
