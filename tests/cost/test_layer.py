@@ -89,11 +89,17 @@ def assert_ledger(
     ("routing", "tiles", "layout", "has_bias", "dtype"),
     [
         ("skewed", "small", WeightLayout(), True, torch.float32),
-        ("skewed", "split", WeightLayout(is_interleaved=True), True, torch.float32),
-        ("one_expert_empty", "split", WeightLayout(is_transposed=True), False, torch.float16),
+        (
+            "one_expert_empty",
+            "split",
+            WeightLayout(is_interleaved=True, is_transposed=True),
+            False,
+            torch.float16,
+        ),
         ("with_sentinels", "small", WeightLayout(is_gated=False), True, torch.bfloat16),
-        ("all_to_one", "split", WeightLayout(), False, torch.float32),
+        ("all_to_one", "split", WeightLayout(), True, torch.float32),
     ],
+    ids=["skewed", "one_expert_empty", "with_sentinels", "all_to_one"],
 )
 def test_experts_ledger_is_what_the_kernels_move(
     routing: RoutingKind,
