@@ -76,6 +76,15 @@ def _shapes(op: Op, block_m: int, is_wide: bool) -> list[tuple[int, int, int, in
     return [(block_m, n, k // 2 if is_wide else k, warps) for n, k, warps in table[block_m]]
 
 
+def _num_stages(op: Op, is_wide: bool, is_hip: bool) -> tuple[int, ...]:
+    """Depths of the software pipeline; the weight gradient's index takes part in it."""
+    if is_hip:
+        return (2,)
+    if op == "wgrad":
+        return (3,) if is_wide else (3, 5)
+    return (3, 4)
+
+
 def candidate_tiles(
     op: Op,
     *,
@@ -108,7 +117,7 @@ def candidate_tiles(
     )
     if memory_bytes is None:
         memory_bytes = SHARED_MEMORY_BYTES["gfx942" if is_hip else "sm_80"]
-    stages = (2,) if is_hip else ((3, 5) if op == "wgrad" else (3, 4))
+    stages = _num_stages(op, element_bytes == 4, is_hip)
     row_tiles = [rows for rows in (default.block_m, default.block_m // 2) if rows >= 16]
     found = {default: None}
     for block_m in row_tiles:
@@ -142,7 +151,7 @@ def shipped_tiles(op: Op, *, element_bytes: int, target: str) -> tuple[TileConfi
 
     Example:
         >>> len(shipped_tiles("wgrad", element_bytes=4, target="sm_90"))
-        4
+        2
     """
     found: dict[TileConfig, None] = {}
     for average_rows in BLOCK_ROWS:
