@@ -20,7 +20,7 @@ SHARED_MEMORY_BYTES = {
 # room for index tiles and for barriers
 _SPARE_BYTES = 2048
 
-# block_m -> (block_n, block_k, num_warps) of 2-byte operands; wider ones halve block_k
+# block_m -> (block_n, block_k, num_warps) of 2-byte operands
 _FEW_ROWS = ((64, 128, 4), (64, 64, 4), (128, 64, 4))
 _ROW_SHAPES: dict[int, tuple[tuple[int, int, int], ...]] = {
     16: _FEW_ROWS,
@@ -36,8 +36,12 @@ _GRAD_ACT_SHAPES: dict[int, tuple[tuple[int, int, int], ...]] = {
     128: ((64, 32, 8), (64, 64, 8)),
 }
 _WGRAD_SHAPES = ((64, 128, 64, 4), (128, 64, 64, 4), (128, 128, 32, 8), (128, 128, 64, 8))
-# fp32 is multiplied on CUDA cores: four warps of 64x64 are what registers allow
-_WIDE_SHAPES = ((32, 32, 4), (64, 32, 4))
+# fp32 is multiplied on CUDA cores, whose operands wait in registers: small tiles only
+_WIDE_SHAPES: dict[int, tuple[tuple[int, int, int], ...]] = {
+    16: ((64, 64, 4), (64, 32, 4)),
+    32: ((64, 32, 4), (32, 32, 4), (64, 16, 4)),
+    64: ((64, 32, 4), (32, 16, 4)),
+}
 _WIDE_WGRAD_SHAPES = ((32, 64, 32, 4), (64, 64, 32, 4))
 
 
@@ -70,10 +74,8 @@ def _shapes(op: Op, block_m: int, is_wide: bool) -> list[tuple[int, int, int, in
     """``(block_m, block_n, block_k, num_warps)`` of what is shipped for these rows."""
     if op == "wgrad":
         return list(_WIDE_WGRAD_SHAPES if is_wide else _WGRAD_SHAPES)
-    if is_wide and block_m > 32:
-        return [(64, *shape) for shape in _WIDE_SHAPES]
-    table = _GRAD_ACT_SHAPES if op == "grad_act" else _ROW_SHAPES
-    return [(block_m, n, k // 2 if is_wide else k, warps) for n, k, warps in table[block_m]]
+    table = _WIDE_SHAPES if is_wide else _GRAD_ACT_SHAPES if op == "grad_act" else _ROW_SHAPES
+    return [(block_m, *shape) for shape in table[block_m]]
 
 
 def _num_stages(op: Op, is_wide: bool, is_hip: bool) -> tuple[int, ...]:

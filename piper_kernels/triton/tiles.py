@@ -127,9 +127,9 @@ def default_tiles(
             **common,
         )
     if block_m <= 32:
-        return TileConfig(
-            block_m=block_m, block_n=64, block_k=64 if is_wide else 128, group_m=1, **common
-        )
+        # fp32 operands wait in registers for the CUDA cores: 32x64x64 spills
+        block_k = (64 if block_m == 16 else 32) if is_wide else 128
+        return TileConfig(block_m=block_m, block_n=64, block_k=block_k, group_m=1, **common)
     if is_wide:
         return TileConfig(block_m=64, block_n=64, block_k=32, num_warps=4, **common)
     block_n = 64 if op == "grad_act" or block_m == 64 else 128
