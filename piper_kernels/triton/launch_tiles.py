@@ -61,10 +61,10 @@ class LayerTiles:
         )
 
 
-def layer_key(x: Tensor, num_rows: int, top_k: int, weights: ExpertsWeights) -> LayerKey:
-    """What the choice of tiles depends on, from shapes and dtype alone."""
+def layer_key(dtype: torch.dtype, num_rows: int, top_k: int, weights: ExpertsWeights) -> LayerKey:
+    """What the choice of tiles depends on, from shapes and the dtype of the GEMMs alone."""
     return LayerKey(
-        dtype=str(x.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         num_experts=weights.num_experts,
         hidden_size=weights.hidden_size,
         intermediate_size=weights.intermediate_size,
@@ -182,7 +182,7 @@ def tune_into(
         The outcome of each GEMM.
     """
     assert store.timer is not None, "the caller asked for tuning"
-    key = layer_key(x, permutation.num_rows, permutation.top_k, weights)
+    key = layer_key(x.dtype, permutation.num_rows, permutation.top_k, weights)
     tiles = store.find(key, permutation.num_rows).tiles
     outcomes = tune_layer(
         LayerRuns(x, gates, permutation, weights, tiles),
@@ -213,7 +213,7 @@ def choose_tiles(
     """The tiles of a launch on these tensors; tunes ``gemms`` first if told to and not yet done."""
     store = store_of(x.device)
     num_rows = permutation.num_rows
-    key = layer_key(x, num_rows, permutation.top_k, weights)
+    key = layer_key(x.dtype, num_rows, permutation.top_k, weights)
     found = store.find(key, num_rows)
     if store.timer is None or num_rows == 0 or _is_capturing(x.device):
         return found.tiles
@@ -224,9 +224,11 @@ def choose_tiles(
     return found.tiles
 
 
-def explain_tiles(x: Tensor, num_rows: int, top_k: int, weights: ExpertsWeights) -> tuple[str, ...]:
-    """What :func:`choose_tiles` has for a layer now, one line a GEMM."""
-    return store_of(x.device).find(layer_key(x, num_rows, top_k, weights), num_rows).lines()
+def explain_tiles(
+    x: Tensor, dtype: torch.dtype, num_rows: int, top_k: int, weights: ExpertsWeights
+) -> tuple[str, ...]:
+    """What :func:`choose_tiles` has for a layer that computes in ``dtype``, one line a GEMM."""
+    return store_of(x.device).find(layer_key(dtype, num_rows, top_k, weights), num_rows).lines()
 
 
 def is_tuning_asked_for(environment: Mapping[str, str]) -> bool:
