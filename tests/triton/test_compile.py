@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper_kernels.contracts import ExpertsNeeds
@@ -104,13 +105,26 @@ class NoHostSync(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class NoHostRead(TorchFunctionMode):
+    """Raises at what a CPU tensor answers without any op, and a GPU's tensor with a wait."""
+
+    FORBIDDEN = ("tolist", "cpu", "numpy")
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        assert name not in self.FORBIDDEN, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(
     "sync",
-    [torch.Tensor.item, torch.Tensor.tolist, bool, torch.Tensor.nonzero],
-    ids=["item", "tolist", "bool", "nonzero"],
+    [torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, bool, torch.Tensor.nonzero],
+    ids=["item", "tolist", "cpu", "bool", "nonzero"],
 )
 def test_no_host_sync_finds_one(sync: Callable[[Tensor], object]) -> None:
-    with NoHostSync(), pytest.raises(AssertionError, match="waits for the device"):
+    with NoHostRead(), NoHostSync(), pytest.raises(AssertionError, match="waits for the device"):
         sync(torch.ones(1))
 
 
@@ -132,7 +146,7 @@ def test_experts_never_wait_for_the_device(
         )
     inputs = make_experts_inputs(num_tokens, H, I, E, K, has_gate_up_bias=True, has_down_bias=True)
     needs = ExpertsNeeds(**dict.fromkeys(DIFFERENTIABLE, True))
-    with NoHostSync():
+    with NoHostRead(), NoHostSync():
         permutation = permutation_from_expert_ids(inputs.expert_ids, E)
         arguments = inputs.x, inputs.gates, permutation, inputs.weights
         _, preact = experts_forward(*arguments, needs_preact=True)
