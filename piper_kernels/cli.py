@@ -18,6 +18,7 @@ from piper_kernels.errors import PiperError, did_you_mean
 # name -> (module, one line of help)
 COMMANDS = {
     "train": ("piper_kernels.train.command", "train a Mixture-of-Experts language model"),
+    "tune": ("piper_kernels.tune", "measure which tiles the GPU kernels should use"),
     "doctor": ("piper_kernels.doctor", "say what is installed and which backend would run"),
 }
 

@@ -24,11 +24,46 @@ MAX_ROWS = 2**31 - 1
 ID_DTYPES = (torch.int64, torch.int32)
 
 
+def mark_sentinels(expert_ids: Tensor, num_experts: int) -> Tensor:
+    """The ids with E in place of everything that is no expert's, without synchronising.
+
+    This is the meaning of every id, on every backend; the Triton kernels say the same.
+
+    Args:
+        expert_ids: any shape, int64 or int32.
+        num_experts: E.
+
+    Example:
+        >>> mark_sentinels(torch.tensor([1, -1, 2, 3, 99]), 3)
+        tensor([1, 3, 2, 3, 3])
+    """
+    is_expert = (expert_ids >= 0) & (expert_ids < num_experts)
+    return torch.where(is_expert, expert_ids, num_experts)
+
+
+def refuse_negative_ids(function: str, expert_ids: Tensor, num_experts: int) -> None:
+    """Raise if an id is negative. Looks at values: free on the CPU, a synchronisation elsewhere.
+
+    Args:
+        function: the public function, for the message.
+        expert_ids: ``[T, K]``.
+        num_experts: E.
+
+    Raises:
+        RoutingError: saying how many are negative.
+    """
+    num_negative = int((expert_ids < 0).sum())
+    if num_negative:
+        value = f"{num_negative} negative ids"
+        remedy = f"Mark slots that nobody computes with E = {num_experts}."
+        raise RoutingError(instruction(function, "expert_ids", "be >= 0", value, remedy))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Permutation:
     """Counts, offsets and the maps between slots and rows. Shapes depend on (T, K, E) alone.
 
-    Slots whose id is a sentinel (``>= E``: another rank owns the expert, or the slot was dropped)
+    Slots whose id is a sentinel (no expert's: another rank owns it, or the slot was dropped)
     are carried to the tail: rows from ``expert_offsets[E]`` on are not computed, give output 0 and
     receive no gradient.
 
@@ -76,8 +111,9 @@ class Permutation:
         """Sort slots by expert, stably and without a host synchronisation.
 
         Args:
-            expert_ids: ``[T, K]`` int64 or int32. Ids ``>= num_experts`` are sentinels. Ids below 0
-                are a caller's error, found by :meth:`check` (finding it here would synchronise).
+            expert_ids: ``[T, K]`` int64 or int32. Ids outside ``[0, num_experts)`` are sentinels.
+                An id below 0 is a caller's error: :meth:`check` and, on the CPU, ``experts`` find
+                it; elsewhere finding it would synchronise, so such slots are dropped.
             num_experts: E.
 
         Returns:
@@ -105,7 +141,7 @@ class Permutation:
             error=ShapeError,
         )
         device = expert_ids.device
-        slot_ids = expert_ids.reshape(-1).clamp(max=num_experts)
+        slot_ids = mark_sentinels(expert_ids.reshape(-1), num_experts)
         sorted_ids, row_to_slot = torch.sort(slot_ids, stable=True)
         edges = torch.arange(num_experts + 1, device=device, dtype=sorted_ids.dtype)
         expert_offsets = torch.searchsorted(sorted_ids, edges, out_int32=True)

@@ -96,6 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     "dist": {*OPS, "dist"},
     "pipeline": {*OPS, "moe", "huggingface", "dist", "pipeline"},
     "train": {*OPS, "moe", "huggingface", "dist", "pipeline", "train"},
+    "tune": {*OPS, "triton"},
     "testing": EVERYTHING,
     "doctor": EVERYTHING,
     "cli": EVERYTHING,

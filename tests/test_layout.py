@@ -28,6 +28,7 @@ TESTED_ELSEWHERE = {
     "piper_kernels/triton/gate_up.py": "kernel of the experts: tests/triton/test_experts.py",
     "piper_kernels/triton/grad_act.py": "kernel of the experts: tests/triton/test_experts.py",
     "piper_kernels/triton/ragged.py": "device code that every ragged kernel's test runs",
+    "piper_kernels/triton/tune_layer.py": "tests/triton/test_launch_tiles.py tunes layers with it",
     "bench/gpu/": "run whole by .ci/run (python -m bench.gpu --dry-run); what decides has tests",
     "piper_kernels/huggingface/": "tested by what users call: experts function, blocks, models",
     "piper_kernels/cpu/": "held to the oracle through functional/, whose backend it is",

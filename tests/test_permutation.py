@@ -11,7 +11,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piper_kernels.errors import ConfigError, DtypeError, RoutingError, ShapeError
-from piper_kernels.permutation import MAX_ROWS, Permutation
+from piper_kernels.permutation import (
+    MAX_ROWS,
+    Permutation,
+    mark_sentinels,
+    refuse_negative_ids,
+)
 from piper_kernels.testing import ROUTING_KINDS, RoutingKind, make_routing
 
 EXAMPLE_IDS = torch.tensor([[2, 0], [0, 1], [2, 3]])
@@ -260,3 +265,23 @@ def test_from_expert_ids_messages(
 ) -> None:
     with pytest.raises(error, match=f"Permutation.from_expert_ids: {match}"):
         Permutation.from_expert_ids(expert_ids, num_experts)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_mark_sentinels_from_expert_ids(dtype: torch.dtype) -> None:
+    """Every id that is no expert's goes to the tail, whatever its sign."""
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    ids = torch.tensor([[0, -1], [most, 2], [least, 1]], dtype=dtype)
+    marked = torch.tensor([[0, 3], [3, 2], [3, 1]], dtype=dtype)
+    assert torch.equal(mark_sentinels(ids, 3), marked)
+    actual = Permutation.from_expert_ids(ids, 3)
+    actual.check(marked)
+    assert actual.expert_offsets.tolist() == [0, 1, 2, 3]
+    assert actual.row_to_slot.tolist() == [0, 5, 3, 1, 2, 4]
+
+
+def test_refuse_negative_ids() -> None:
+    refuse_negative_ids("f", torch.tensor([[0, 7]]), 3)
+    message = r"f: expert_ids must be >= 0, got 2 negative ids\. Mark slots .* with E = 3\."
+    with pytest.raises(RoutingError, match=message):
+        refuse_negative_ids("f", torch.tensor([[0, -7], [-1, 2]]), 3)

@@ -57,11 +57,8 @@ def experts_forward(
 
     Returns:
         ``(y [T, H], preact [R, 2I] or None)``; preact's sentinel rows are not written.
-
-    Raises:
-        RoutingError: an expert id was negative.
     """
-    segments = read_segments("experts", permutation.expert_offsets)
+    segments = read_segments(permutation.expert_offsets)
     blocks = segments.blocks(BLOCK_ROWS)
     num_rows, width = longest(blocks), weights.preact_size
     preact = x.new_empty(permutation.num_rows, width) if needs_preact else None

@@ -65,7 +65,7 @@ class ExpertsBackward:
     ) -> None:
         self.grad_y, self.x, self.preact = grad_y, x, preact
         self.permutation, self.weights = permutation, weights
-        self.segments = read_segments("experts", permutation.expert_offsets)
+        self.segments = read_segments(permutation.expert_offsets)
         num_valid = self.segments.num_valid
         valid_slots = permutation.row_to_slot[:num_valid]
         self.row_gates = gates.reshape(-1).index_select(0, valid_slots)

@@ -27,7 +27,7 @@ def grouped_gemm(
     Returns:
         ``[R, out]``, contiguous; rows from ``expert_offsets[E]`` on are 0.
     """
-    segments = read_segments("grouped_gemm", expert_offsets)
+    segments = read_segments(expert_offsets)
     out = rows.new_empty(rows.shape[0], weight.shape[2 if is_transposed else 1])
 
     def multiply(block: Segment, _: None) -> None:
@@ -57,7 +57,7 @@ def grouped_gemm_wgrad(
     Returns:
         The gradient, contiguous, in the dtype of ``rows``.
     """
-    segments = read_segments("grouped_gemm", expert_offsets)
+    segments = read_segments(expert_offsets)
     num_experts = expert_offsets.shape[0] - 1
     sizes = (grad_out.shape[1], rows.shape[1])
     grad = rows.new_empty(num_experts, *(sizes[::-1] if is_transposed else sizes))

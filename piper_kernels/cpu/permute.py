@@ -18,7 +18,7 @@ def permute_forward(x: Tensor, permutation: Permutation) -> Tensor:
     Returns:
         ``[R, H]``, contiguous.
     """
-    num_valid = read_segments("permute", permutation.expert_offsets).num_valid
+    num_valid = read_segments(permutation.expert_offsets).num_valid
     rows = x.new_empty(permutation.num_rows, x.shape[1])
     torch.index_select(x, 0, permutation.row_to_token[:num_valid], out=rows[:num_valid])
     rows[num_valid:].zero_()
@@ -35,5 +35,5 @@ def permute_backward(grad_rows: Tensor, permutation: Permutation) -> Tensor:
     Returns:
         ``[T, H]``, contiguous, in the dtype of ``grad_rows``; summed in at least fp32.
     """
-    num_valid = read_segments("permute", permutation.expert_offsets).num_valid
+    num_valid = read_segments(permutation.expert_offsets).num_valid
     return gather_sum(grad_rows, None, permutation, num_valid)

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from piper_kernels.errors import RoutingError, instruction
-
 
 class Segment(NamedTuple):
     """The rows ``start:end`` of one expert that has any."""
@@ -56,23 +54,15 @@ def split_evenly(size: int, max_size: int) -> list[slice]:
     return [slice(start, end) for start, end in pairwise(edges)]
 
 
-def read_segments(function: str, expert_offsets: Tensor) -> Segments:
+def read_segments(expert_offsets: Tensor) -> Segments:
     """Split ``expert_offsets [E + 1]`` into the segments of its experts.
-
-    Raises:
-        RoutingError: an id was negative. Such ids sort before expert 0, so they show as a first
-            offset above 0.
 
     Example:
         >>> import torch
-        >>> read_segments("experts", torch.tensor([0, 2, 2, 5])).hit
+        >>> read_segments(torch.tensor([0, 2, 2, 5])).hit
         [Segment(expert=0, start=0, end=2), Segment(expert=2, start=2, end=5)]
     """
     offsets = expert_offsets.tolist()
-    if offsets[0] != 0:
-        value = f"{offsets[0]} negative ids"
-        remedy = f"Mark slots that nobody computes with E = {len(offsets) - 1}."
-        raise RoutingError(instruction(function, "expert_ids", "be >= 0", value, remedy))
     hit, empty = [], []
     for expert, (start, end) in enumerate(pairwise(offsets)):
         if end > start:

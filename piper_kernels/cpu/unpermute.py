@@ -66,7 +66,7 @@ def unpermute_forward(rows: Tensor, gates: Tensor, permutation: Permutation) -> 
     Returns:
         ``[T, H]``, contiguous, in the dtype of ``rows``; summed in at least fp32, rounded once.
     """
-    num_valid = read_segments("unpermute", permutation.expert_offsets).num_valid
+    num_valid = read_segments(permutation.expert_offsets).num_valid
     return gather_sum(rows, gates, permutation, num_valid)
 
 
@@ -84,7 +84,7 @@ def unpermute_backward(
     Returns:
         ``(grad_rows [R, H] in the dtype of rows, grad_gates [T, K] in the dtype of gates)``.
     """
-    num_valid = read_segments("unpermute", permutation.expert_offsets).num_valid
+    num_valid = read_segments(permutation.expert_offsets).num_valid
     grad_rows = rows.new_empty(rows.shape)
     row_dots = gates.new_empty(num_valid)
     row_gates = gates.reshape(-1).index_select(0, permutation.row_to_slot[:num_valid])

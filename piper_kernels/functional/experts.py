@@ -67,7 +67,8 @@ def experts(
         DtypeError: a dtype is not supported, or the weights' dtypes differ.
         DeviceError: two tensors lie on different devices.
         ConfigError: ``save``, ``backend`` or ``activation`` is impossible.
-        RoutingError: an id is negative (found on the CPU only; on a GPU it would synchronise).
+        RoutingError: an id is negative and lies on the CPU. On a GPU looking would synchronise, so
+            its slot is dropped like a sentinel: no output, no gradient.
         BackendError: the backend cannot run here.
 
     Example:

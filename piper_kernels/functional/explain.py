@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from piper_kernels.config import SWIGLU, Activation, Backend, Save, WeightLayout
-from piper_kernels.functional.backend import Choice, Running, choose_for
+from piper_kernels.contracts import ExpertsWeights
+from piper_kernels.functional.backend import Choice, Running, choose_for, load
 from piper_kernels.functional.checks import check_experts, check_options
 from piper_kernels.functional.dtypes import choose_dtypes, gate_dtype
 from piper_kernels.functional.experts import is_gradient_wanted
@@ -29,6 +30,8 @@ class Explanation:
         output_dtype: y's dtype.
         saved_bytes: kept for the backward, parameters not counted; 0 if no gradient is wanted,
             ``None`` where torch's autograd decides.
+        tiles: of each GEMM of the fused Triton path, and where they come from (default, cache,
+            tuned).
         notes: everything that makes this call slower or bigger than it could be.
     """
 
@@ -38,6 +41,7 @@ class Explanation:
     compute_dtype: torch.dtype
     output_dtype: torch.dtype
     saved_bytes: int | None
+    tiles: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -48,6 +52,7 @@ class Explanation:
             f"  path:              {self.path}",
             f"  dtypes:            {dtypes}",
             f"  kept for backward: {kept}",
+            *(f"  tiles:             {line}" for line in self.tiles),
             *(f"  note:              {note}" for note in self.notes),
         ]
         return "\n".join(lines)
@@ -122,6 +127,18 @@ def explain_experts(
         elements += sum(tensor.numel() for tensor in casts)
         small_bytes = _small_bytes(expert_ids.numel(), gate_up_proj.shape[0], dtype)
         saved_bytes = elements * dtype.itemsize + small_bytes
+    tiles: tuple[str, ...] = ()
+    if choice.backend == "triton" and isinstance(activation, Activation):
+        weights = ExpertsWeights(
+            gate_up_proj=gate_up_proj,
+            down_proj=down_proj,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            layout=layout,
+            activation=activation,
+        )
+        explain_tiles = load("triton", "launch_tiles").explain_tiles
+        tiles = explain_tiles(x, dtype, expert_ids.numel(), expert_ids.shape[1], weights)
     return Explanation(
         backend=choice.backend,
         reason=choice.reason,
@@ -129,6 +146,7 @@ def explain_experts(
         compute_dtype=dtype,
         output_dtype=output_dtype,
         saved_bytes=saved_bytes,
+        tiles=tiles,
         notes=tuple(_notes(choice, is_callable, is_wanted, save, x, gate_up_proj, dtype)),
     )
 

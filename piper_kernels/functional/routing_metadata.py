@@ -7,13 +7,16 @@ from torch import Tensor
 
 from piper_kernels.functional.backend import load
 from piper_kernels.functional.transforms import register_loop_over_batch
-from piper_kernels.permutation import Permutation
+from piper_kernels.permutation import Permutation, refuse_negative_ids
 
 Maps = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("piper::routing_metadata", mutates_args=())
 def _routing_metadata(expert_ids: Tensor, num_experts: int, backend: str) -> Maps:
+    # here the ids are real, also under torch.compile and vmap
+    if expert_ids.device.type == "cpu":
+        refuse_negative_ids("experts", expert_ids, num_experts)
     if backend == "triton":
         build = load(backend, "routing_metadata").permutation_from_expert_ids
     else:
@@ -38,12 +41,15 @@ def build_permutation(expert_ids: Tensor, num_experts: int, backend: str) -> Per
     """``Permutation.from_expert_ids``, fit for torch.compile and vmap.
 
     Args:
-        expert_ids: ``[T, K]`` int64 or int32.
+        expert_ids: ``[T, K]`` int64 or int32. Ids outside ``[0, E)`` are sentinels.
         num_experts: E.
         backend: ``"triton"`` has kernels for it, the others use plain torch.
 
     Returns:
         The permutation.
+
+    Raises:
+        RoutingError: an id is negative and lies on the CPU, where looking is free.
     """
     maps = _routing_metadata(expert_ids, num_experts, backend)
     return permutation_of(maps, num_experts, expert_ids.shape[1])

@@ -38,8 +38,7 @@ def assert_close_to_baseline(
         return
     exact = truth.double()
     error = (actual.double() - exact).abs()
-    scale = exact.abs().amax(-1, keepdim=True) + exact.abs().max() * 0.1
-    unit = torch.finfo(compute_dtype or actual.dtype).eps * scale.clamp(min=term_size)
+    unit = unit_of_error(truth, compute_dtype or actual.dtype, term_size)
     allowed = (baseline.double() - exact).abs() + slack * unit
     is_wrong = ~(error <= allowed)
     if is_wrong.any():
@@ -50,3 +49,23 @@ def assert_close_to_baseline(
             f"{where}: actual {actual[where].item():.6g}, baseline {baseline[where].item():.6g}, "
             f"truth {exact[where].item():.6g}, allowed error {allowed[where].item():.3g}"
         )
+
+
+def unit_of_error(truth: Tensor, dtype: torch.dtype, term_size: float = 0.0) -> Tensor:
+    """One unit in the last place of each row's scale, see :func:`assert_close_to_baseline`.
+
+    Args:
+        truth: the exact result, not empty.
+        dtype: whose eps counts.
+        term_size: least scale.
+
+    Returns:
+        fp64, one number a row, the last dim kept.
+
+    Example:
+        >>> unit_of_error(torch.tensor([[10.0, 4.0]]), torch.float32).item() == 11 * 2**-23
+        True
+    """
+    exact = truth.double()
+    scale = exact.abs().amax(-1, keepdim=True) + exact.abs().max() * 0.1
+    return torch.finfo(dtype).eps * scale.clamp(min=term_size)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from piper_kernels.config import SWIGLU, Activation, WeightLayout
 from piper_kernels.contracts import ExpertsWeights
 from piper_kernels.permutation import Permutation
 from piper_kernels.reference.experts import experts as reference_experts
-from piper_kernels.testing.closeness import assert_close_to_baseline
+from piper_kernels.testing.closeness import assert_close_to_baseline, unit_of_error
 from piper_kernels.testing.routing import RoutingKind, make_routing
+
+# of the hidden dim, in which the baseline is summed
+NUM_ORDERS = 4
 
 DIFFERENTIABLE = ("x", "gates", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
@@ -178,6 +182,10 @@ def assert_experts_match_oracle(
 ) -> None:
     """Hold y and every gradient to the oracle: as exact as plain torch in the same dtype.
 
+    In fp32 an element's error is the luck of one order of sums: in another order plain torch itself
+    exceeds its first error by up to 13 ulp somewhere (T 11, H 320, I 130). So there the worst error
+    of several orders is allowed everywhere; in 16 bits the last rounding outweighs them all.
+
     Args:
         actual: what :func:`run_experts` returned for ``inputs``.
         inputs: the inputs.
@@ -186,22 +194,49 @@ def assert_experts_match_oracle(
     Raises:
         AssertionError: naming the gradient and the worst element.
     """
-    baseline = run_experts(reference_experts, inputs.to(inputs.x.dtype))
     truth = run_experts(reference_experts, inputs.to(torch.float64))
+    first, *others = _baselines(inputs.to(inputs.x.dtype))
     assert actual.keys() == truth.keys(), f"{sorted(actual)}, want {sorted(truth)}"
     # inputs are of order 1, so a sum of n products of them is of order sqrt(n)
     most_rows = int(inputs.expert_ids.flatten().bincount().max()) if inputs.x.numel() else 1
     inner_size = inputs.down_proj.numel() // inputs.x.shape[1] // len(inputs.down_proj)
     num_terms = {"y": inner_size, "x": inner_size, "gates": inputs.x.shape[1]}
     for name, value in actual.items():
-        assert value.dtype == baseline[name].dtype, f"{name}: {value.dtype}"
+        assert value.dtype == first[name].dtype, f"{name}: {value.dtype}"
+        # the gates' gradient is fp32, but a product of rounded factors
+        dtype, term_size = inputs.x.dtype, num_terms.get(name, most_rows) ** 0.5
+        worst = 0.0
+        if others and value.numel():
+            unit = unit_of_error(truth[name], dtype, term_size)
+            errors = [(one[name].double() - truth[name]).abs() / unit for one in (first, *others)]
+            worst = max(float(error.max()) for error in errors)
         assert_close_to_baseline(
             name,
             value,
-            baseline[name],
+            first[name],
             truth[name],
-            slack=slack,
-            term_size=num_terms.get(name, most_rows) ** 0.5,
-            # the gates' gradient is fp32, but a product of rounded factors
-            compute_dtype=inputs.x.dtype,
+            slack=slack + worst,
+            term_size=term_size,
+            compute_dtype=dtype,
         )
+
+
+def _baselines(inputs: ExpertsInputs) -> list[dict[str, Tensor]]:
+    """The oracle's results in the inputs' dtype; in fp32, for several orders of the hidden dim."""
+    found = [run_experts(reference_experts, inputs)]
+    if inputs.x.dtype != torch.float32:
+        return found
+    gate_up, down = (1, 2) if inputs.layout.is_transposed else (2, 1)
+    always = dict.fromkeys(("x", "grad_y", "y", "down_bias"), 1)
+    dims = {**always, "gate_up_proj": gate_up, "down_proj": down}
+    generator = torch.Generator().manual_seed(0)
+    while len(found) < NUM_ORDERS:
+        order = torch.randperm(inputs.x.shape[1], generator=generator)
+        results = run_experts(reference_experts, inputs.map(partial(_reorder, dims, order)))
+        back = partial(_reorder, dims, order.argsort())
+        found.append({name: back(name, result) for name, result in results.items()})
+    return found
+
+
+def _reorder(dims: dict[str, int], order: Tensor, name: str, tensor: Tensor) -> Tensor:
+    return tensor.index_select(dims[name], order) if name in dims else tensor

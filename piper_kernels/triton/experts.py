@@ -22,10 +22,12 @@ from piper_kernels.triton.grad_act import grad_act_backward
 from piper_kernels.triton.grouped_gemm import grouped_gemm_forward
 from piper_kernels.triton.grouped_gemm_wgrad import RowSource, weight_grad
 from piper_kernels.triton.grouped_sum import grouped_sum
-from piper_kernels.triton.launch import check_operands, is_hip
+from piper_kernels.triton.launch import check_operands
+from piper_kernels.triton.launch_tiles import choose_tiles
 from piper_kernels.triton.permute import permute_backward
+from piper_kernels.triton.tile_key import BACKWARD_GEMMS, FORWARD_GEMMS
 from piper_kernels.triton.tile_schedule import TileSchedules, tile_schedules
-from piper_kernels.triton.tiles import ExpertsTiles, TileConfig, default_experts_tiles
+from piper_kernels.triton.tiles import ExpertsTiles, TileConfig
 from piper_kernels.triton.unpermute import unpermute_forward
 
 
@@ -48,17 +50,6 @@ def _check(
     check_dtype(function, "gates", gates, (torch.float32,), "Gates stay fp32 until the combine.")
 
 
-def choose_tiles(x: Tensor, permutation: Permutation, weights: ExpertsWeights) -> ExpertsTiles:
-    """The default tiles for these tensors: from sizes, dtype and vendor alone."""
-    return default_experts_tiles(
-        num_rows=permutation.num_rows,
-        num_experts=permutation.num_experts,
-        sizes=(weights.hidden_size, weights.intermediate_size, weights.preact_size),
-        element_bytes=x.element_size(),
-        is_hip=is_hip(),
-    )
-
-
 def experts_forward(
     x: Tensor,
     gates: Tensor,
@@ -76,7 +67,7 @@ def experts_forward(
         permutation: of the tokens to the experts, on x's device.
         weights: in x's dtype (biases in any).
         needs_preact: keep the pre-activation.
-        tiles: how to cut the work; ``None`` chooses from the sizes.
+        tiles: how to cut the work; ``None``: those tuned for the sizes, else the default.
 
     Returns:
         ``(y [T, H] in x's dtype, preact [R, 2I] | None)``; sentinel rows of preact are not written.
@@ -86,7 +77,7 @@ def experts_forward(
         DtypeError: a dtype is not supported, or x and weights differ.
     """
     _check("experts_forward", x, gates, permutation, weights)
-    tiles = tiles or choose_tiles(x, permutation, weights)
+    tiles = tiles or choose_tiles(x, gates, permutation, weights, FORWARD_GEMMS)
     schedules = tile_schedules(permutation.expert_offsets, permutation.num_rows)
     preact, act = gate_up_forward(
         x,
@@ -131,7 +122,7 @@ def experts_backward(
         weights: of the forward.
         preact: ``[R, 2I]`` of the forward, or ``None`` to compute it anew.
         needs: which gradients.
-        tiles: how to cut the work; ``None`` chooses from the sizes.
+        tiles: how to cut the work; ``None``: those tuned for the sizes, else the default.
 
     Raises:
         ShapeError: x, gates or grad_y do not fit the permutation or the weights.
@@ -141,7 +132,7 @@ def experts_backward(
     _check(name, x, gates, permutation, weights)
     check_operands(name, x=x, grad_y=grad_y)
     check_shape(name, "grad_y", grad_y, ("T", "H"), tuple(x.shape))
-    tiles = tiles or choose_tiles(x, permutation, weights)
+    tiles = tiles or choose_tiles(x, gates, permutation, weights, BACKWARD_GEMMS)
     schedules = tile_schedules(permutation.expert_offsets, permutation.num_rows)
     gates = gates.contiguous()
     grad_preact, scaled_act, grad_gates = _back_to_preact(

@@ -153,7 +153,8 @@ def permutation_from_expert_ids(expert_ids: Tensor, num_experts: int) -> Permuta
     """The same as ``Permutation.from_expert_ids``, bit for bit, in one or four launches.
 
     Args:
-        expert_ids: ``[T, K]`` int64 or int32, any strides. Ids ``>= E`` are sentinels.
+        expert_ids: ``[T, K]`` int64 or int32, any strides. Ids outside ``[0, E)`` are
+            sentinels.
         num_experts: E.
 
     Returns:

@@ -60,6 +60,17 @@ class TileConfig:
             self.split_rows,
         )
 
+    def summary(self) -> str:
+        """What tells these tiles from others, in a few words.
+
+        Example:
+            >>> TileConfig(block_m=64, block_n=128, block_k=32, split_rows=4096).summary()
+            '64x128x32, 4 warps, 3 stages, split at 4096 rows'
+        """
+        split = "" if self.split_rows is None else f", split at {self.split_rows} rows"
+        shape = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{shape}, {self.num_warps} warps, {self.num_stages} stages{split}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsTiles:
@@ -105,8 +116,9 @@ def default_tiles(
     is_wide = element_bytes == 4
     common = {"num_stages": 2 if is_hip else 3, "num_xcds": NUM_XCDS_MI300 if is_hip else 1}
     if op == "wgrad":
-        # loading through an index takes two stages a buffer: five stages are three buffers
-        common["num_stages"] = 2 if is_hip else 5
+        # loading through an index takes two stages a buffer: five stages are three buffers; on
+        # sm_80 three buffers of fp32 cost 8 bytes of stack
+        common["num_stages"] = 2 if is_hip else 3 if is_wide else 5
         return TileConfig(
             block_m=64 if is_wide else 128,
             block_n=64 if is_wide else 128,
@@ -115,9 +127,9 @@ def default_tiles(
             **common,
         )
     if block_m <= 32:
-        return TileConfig(
-            block_m=block_m, block_n=64, block_k=64 if is_wide else 128, group_m=1, **common
-        )
+        # fp32 operands wait in registers for the CUDA cores: 32x64x64 spills
+        block_k = (64 if block_m == 16 else 32) if is_wide else 128
+        return TileConfig(block_m=block_m, block_n=64, block_k=block_k, group_m=1, **common)
     if is_wide:
         return TileConfig(block_m=64, block_n=64, block_k=32, num_warps=4, **common)
     block_n = 64 if op == "grad_act" or block_m == 64 else 128

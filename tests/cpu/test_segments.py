@@ -4,23 +4,17 @@ import pytest
 import torch
 
 from piper_kernels.cpu.segments import Segment, longest, read_segments, split_evenly
-from piper_kernels.errors import RoutingError
 
 
 def test_read_segments() -> None:
-    segments = read_segments("f", torch.tensor([0, 0, 3, 3, 8], dtype=torch.int32))
+    segments = read_segments(torch.tensor([0, 0, 3, 3, 8], dtype=torch.int32))
     assert segments.hit == [Segment(1, 0, 3), Segment(3, 3, 8)]
     assert segments.empty == [0, 2]
     assert segments.num_valid == 8
 
 
-def test_read_segments_finds_negative_ids() -> None:
-    with pytest.raises(RoutingError, match="f: expert_ids must be >= 0, got 2 negative ids"):
-        read_segments("f", torch.tensor([2, 2, 3]))
-
-
 def test_segments_blocks_longest_first() -> None:
-    segments = read_segments("f", torch.tensor([0, 2, 2, 12]))
+    segments = read_segments(torch.tensor([0, 2, 2, 12]))
     blocks = segments.blocks(4)
     assert blocks == [
         Segment(2, 2, 6),

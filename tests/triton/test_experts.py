@@ -389,3 +389,21 @@ def test_experts_refuse_what_does_not_fit() -> None:
         experts_forward(inputs.x, inputs.gates.to("meta"), *rest, needs_preact=False)
     with pytest.raises(ShapeError, match="grad_y must have shape"):
         experts_backward(inputs.grad_y[:, :8], inputs.x, *args, None, needs=NEEDS_ALL)
+
+
+# nobody looks at the ids of a GPU: a negative one is a sentinel there
+def test_experts_negative_ids_are_sentinels() -> None:
+    inputs = make_inputs((9, 16, 8, 3, 2), has_bias=True)
+    is_bad = torch.zeros_like(inputs.expert_ids, dtype=torch.bool)
+    is_bad[::3, 1] = True
+    is_bad[4] = True
+    negative = replace(inputs, expert_ids=inputs.expert_ids.masked_fill(is_bad, -2))
+    marked = replace(inputs, expert_ids=inputs.expert_ids.masked_fill(is_bad, 3))
+    y, grads = run(negative)
+    assert (y[4] == 0).all()
+    assert grads.gates is not None
+    assert (grads.gates[is_bad] == 0).all()
+    # the oracle of the marked ids, and the oracle itself takes negative ones alike
+    assert_equals_oracle(marked, y, grads)
+    for name, value in run_experts(reference_experts, marked).items():
+        assert torch.equal(run_experts(reference_experts, negative)[name], value), name

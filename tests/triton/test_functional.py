@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from piper_kernels.functional.experts import experts
+from piper_kernels.functional.explain import explain_experts
 from piper_kernels.functional.grouped_gemm import grouped_gemm
 from piper_kernels.testing import assert_experts_match_oracle, make_experts_inputs, run_experts
 
@@ -33,3 +34,13 @@ def test_grouped_gemm_triton_backend_is_differentiable() -> None:
         grads[backend] = [tensor.grad for tensor in (rows, weight, bias)]
     for actual, expected in zip(grads["triton"], grads["reference"], strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def test_explain_experts_names_the_tiles() -> None:
+    inputs = make_experts_inputs(9, 16, 24, 3, 2)
+    weights = inputs.gate_up_proj, inputs.down_proj
+    explanation = explain_experts(
+        inputs.x, inputs.expert_ids, inputs.gates, *weights, backend="triton"
+    )
+    assert len(explanation.tiles) == 6
+    assert "  tiles:             gate_up: 16x64x64, 4 warps, 3 stages (default)" in str(explanation)

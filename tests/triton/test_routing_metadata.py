@@ -87,3 +87,12 @@ def test_permutation_refuses_wrong_ids() -> None:
         permutation_from_expert_ids(torch.zeros(4, dtype=torch.int64), 4)
     with pytest.raises(DtypeError, match="expert_ids must be one of int64, int32, got float32"):
         permutation_from_expert_ids(torch.zeros(4, 2), 4)
+
+
+@pytest.mark.parametrize("num_tokens", [33, 700], ids=["one_program", "blocks"])
+def test_permutation_negative_ids_are_sentinels(num_tokens: int) -> None:
+    ids, _ = make_routing("uniform", num_tokens, 6, 3)
+    ids[::4, 1] = -5
+    check(ids, 6)
+    actual = permutation_from_expert_ids(ids, 6)
+    assert int(actual.expert_offsets[-1]) == int((ids >= 0).sum())
