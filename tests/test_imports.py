@@ -13,6 +13,7 @@ PACKAGE = ROOT / "piper_kernels"
 PURE_DIST = {
     f"dist.{m}"
     for m in (
+        "algorithm_choice",
         "links",
         "topology",
         "topology_presets",
