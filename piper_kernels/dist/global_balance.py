@@ -40,5 +40,5 @@ def global_balance_loss(
     totals = torch.cat([counts, num_real.to(counts.dtype)])
     dist.all_reduce(totals, group=members)
     own = balance_loss(routing, normalization=normalization, expert_counts=totals[:-1])
-    share = num_real[0] * members.size() / totals[-1].clamp(min=1)
-    return own * share.to(own.dtype)
+    real, all_real = num_real[0].to(own.dtype), totals[-1].clamp(min=1).to(own.dtype)
+    return own * (real * members.size() / all_real)

@@ -79,7 +79,7 @@ class Meshed(nn.Module):
             grad = torch.arange(6.0).reshape(3, 2) + index
             self.whole.append(grad)
             made = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, placements))
-            made.grad = distribute_tensor(grad, mesh, placements)
+            made.grad = distribute_tensor(grad.clone(), mesh, placements)
             self.register_parameter(f"p{index}", made)
 
 
