@@ -11,6 +11,7 @@ _HOME_OF = {
     "ExpertParallel": "piper_kernels.dist.expert_parallel",
     "all_to_all_rows": "piper_kernels.dist.all_to_all",
     "all_to_all_single": "piper_kernels.dist.all_to_all",
+    "checkpoint_contexts": "piper_kernels.dist.recompute",
     "clip_grad_norm_": "piper_kernels.dist.gradients",
     "global_balance_loss": "piper_kernels.dist.global_balance",
     "reduce_gradients": "piper_kernels.dist.gradients",

@@ -11,7 +11,6 @@ import numpy as np
 from torch import Tensor
 
 from piper_kernels.config import check_choice
-from piper_kernels.dist.algorithm_choice import AlgorithmChoice
 from piper_kernels.dist.collectives import GroupLike
 from piper_kernels.dist.exchange_counts import plain_counts
 from piper_kernels.dist.exchange_group import ExchangeGroup
@@ -172,12 +171,10 @@ def _agree(
         raise fault
     check_splits(exchange, name, table.counts[0], table.counts[1])
     counts = plain_counts(exchange.topology, table.counts[0])
-    chosen = algorithm
-    if algorithm == "auto":
-        row_bytes = max(row_elements * rows.dtype.itemsize, 1)
-        choice = AlgorithmChoice(exchange.topology, ("flat", "halo"))
-        chosen = choice.choose(counts, row_bytes, row_bytes)
-    return plan_route(exchange, counts, chosen)
+    if algorithm != "auto":
+        return plan_route(exchange, counts, algorithm)
+    row_bytes = max(row_elements * rows.dtype.itemsize, 1)
+    return plan_route(exchange, counts, exchange.move_choice.choose(counts, row_bytes, row_bytes))
 
 
 def _moved(route: Route, rows: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Dispatcher: a layer's tokens to the experts, wherever these are, and their outputs back.
 
 A call exchanges counts, takes the exchange that the counts suggest, and keeps the plan: the
-backward pass uses it, and so does a call with the same ``expert_ids`` (``PiperMoE``'s ``routing=``,
-the way to recompute a layer). Users see logical expert ids only.
+backward pass uses it, a recomputation under ``checkpoint_contexts``, and a call with the same
+``expert_ids`` (``PiperMoE``'s ``routing=``). Users see logical expert ids only.
 
 Letters: T tokens of this rank, K experts per token, E logical experts, L experts of this rank,
 P ranks, N nodes, S rows on this rank after dispatch.
@@ -24,6 +24,7 @@ from piper_kernels.dist.exchange_group import ExchangeGroup
 from piper_kernels.dist.expert_parallel import ExpertParallel
 from piper_kernels.dist.halo import Route, move_rows, plan_route
 from piper_kernels.dist.header import Header, Table, exchange_headers
+from piper_kernels.dist.recompute import current_tape
 from piper_kernels.dist.topology_presets import one_box
 from piper_kernels.functional.permute import permute
 from piper_kernels.functional.unpermute import unpermute
@@ -165,14 +166,32 @@ class Dispatcher:
         out = torch.get_autocast_dtype(x.device.type) if is_autocast_active(x.device) else x.dtype
         names = [str(dtype).removeprefix("torch.") for dtype in (x.dtype, out)]
         key = (expert_ids._version, gates.dtype, x.shape[1], *names)
-        kept = self.plan_of(expert_ids)
-        if kept is not None and kept.key == key:
-            return kept
+        tape = current_tape.get()
+        replayed = None if tape is None else tape.replay(expert_ids)
+        if isinstance(replayed, DispatchPlan):
+            return replayed
+        plan = self.plan_of(expert_ids)
+        if plan is None or plan.key != key:
+            plan = self._agree(exchange, key, x, expert_ids, gates)
+            self._kept[expert_ids] = plan
+        if tape is not None:
+            tape.record(expert_ids, plan)
+        return plan
+
+    def _agree(
+        self,
+        exchange: ExchangeGroup,
+        key: tuple[object, ...],
+        x: Tensor,
+        expert_ids: Tensor,
+        gates: Tensor,
+    ) -> DispatchPlan:
+        """Exchange counts, compare, and plan."""
         physical_ids = self._locate(expert_ids)
         is_on_rank, is_on_node, counts = self._count(exchange, physical_ids)
         header = Header(
             function="PiperMoE",
-            dtype="/".join(names),
+            dtype="/".join(map(str, key[-2:])),
             row_elements=x.shape[1],
             top_k=expert_ids.shape[1],
             algorithm=self.algorithm,
@@ -182,14 +201,12 @@ class Dispatcher:
             counts=counts,
         )
         table = exchange_headers(exchange, header, exchange.device_for(x))
-        plan = DispatchPlan(
+        return DispatchPlan(
             key=key,
             physical_ids=physical_ids,
             route=self._route(exchange, table, is_on_rank, is_on_node, x, gates),
             needs_grad=table.needs_grad,
         )
-        self._kept[expert_ids] = plan
-        return plan
 
     def _route(
         self,

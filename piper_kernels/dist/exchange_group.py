@@ -3,17 +3,21 @@
 Letters: P ranks of the group.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from piper_kernels.dist.algorithm_choice import AlgorithmChoice
 from piper_kernels.dist.collectives import GroupLike, resolve_group
-from piper_kernels.dist.halo_phases import Algorithm
+from piper_kernels.dist.halo_phases import Algorithm, missing_rails
 from piper_kernels.dist.halo_routes import RankRoutes, rank_routes
 from piper_kernels.dist.topology import Topology
 from piper_kernels.dist.topology_presets import one_box
 from piper_kernels.errors import require
+
+logger = logging.getLogger(__name__)
 
 
 class ExchangeGroup:
@@ -32,6 +36,8 @@ class ExchangeGroup:
         rank: of this process in the group.
         global_ranks: ``[P]`` the group's ranks as the job numbers them.
         timeout_s: as given.
+        has_one_topology: the ranks have compared their topologies.
+        move_choice: what decides between flat and halo for rows that are no tokens.
 
     Raises:
         ConfigError: no process group, a topology that fits neither the group nor the job, or a
@@ -57,6 +63,8 @@ class ExchangeGroup:
         require(fits, name, "timeout_s", "be above 0 or None", timeout_s)
         self.timeout_s = timeout_s
         self.topology_digest = self.topology.digest()
+        self.has_one_topology = False
+        self.move_choice = AlgorithmChoice(self.topology, ("flat", "halo"))
         self._routes: dict[tuple[Algorithm, bool], RankRoutes] = {}
 
     @property
@@ -75,6 +83,9 @@ class ExchangeGroup:
         if key not in self._routes:
             made = rank_routes(self.topology, self.rank, algorithm, is_far_first=is_far_first)
             self._routes[key] = made
+            if algorithm != "flat" and self.rank == 0:
+                for note in missing_rails(self.topology):
+                    logger.warning("%s", note)
         return self._routes[key]
 
     def name(self, rank: int) -> str:

@@ -97,9 +97,12 @@ def exchange_headers(exchange: ExchangeGroup, header: Header, device: torch.devi
     flags = [int(header.has_fault), int(header.needs_grad)]
     parts = [np.frombuffer(words, dtype=np.int64), np.array(flags), *header.counts]
     mine = torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
-    table = _to_numpy(exchange_vectors(exchange, mine))
+    # along rails only once all are known to mean the same rails
+    is_direct = not exchange.has_one_topology
+    table = _to_numpy(exchange_vectors(exchange, mine, is_direct=is_direct))
     num_words = len(words) // 8
     _compare(exchange, list(fields), table[:, :num_words])
+    exchange.has_one_topology = True
     faulty = np.flatnonzero(table[:, num_words])
     if len(faulty) and not header.has_fault:
         names = ", ".join(exchange.name(rank) for rank in faulty.tolist())

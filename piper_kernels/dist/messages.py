@@ -3,10 +3,11 @@
 Rows travel as bytes, so every dtype moves bit by bit, also those that a backend does not know.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -70,8 +71,7 @@ class Posted:
         message = self._messages[index]
         verb = "sending" if message.is_send else "receiving"
         way = "to" if message.is_send else "from"
-        num_rows = f"{len(message.rows)} rows, " if message.rows.ndim == 2 else ""
-        size = f"{num_rows}{message.rows.nbytes} bytes"
+        size = f"{len(message.rows)} rows, {message.rows.nbytes} bytes"
         return f"{verb} {size}, {way} {self._exchange.name(message.peer)}"
 
     def _failure(self, doing: str, error: RuntimeError) -> TransferError:
@@ -82,8 +82,8 @@ class Posted:
 
 def _operation(exchange: ExchangeGroup, phase: str, message: Message) -> dist.P2POp:
     call = dist.isend if message.is_send else dist.irecv
-    options = {"group": exchange.group, "tag": TAGS[phase], "group_peer": message.peer}
-    return dist.P2POp(call, message.rows, **options)
+    place = exchange.group, TAGS[phase]
+    return dist.P2POp(call, message.rows, None, *place, group_peer=message.peer)
 
 
 class PostedPhase:
@@ -151,22 +151,51 @@ def run_program(
         under_way.wait()
 
 
-def exchange_vectors(exchange: ExchangeGroup, mine: Tensor) -> Tensor:
+def exchange_vectors(exchange: ExchangeGroup, mine: Tensor, *, is_direct: bool) -> Tensor:
     """Every rank's vector, ``[P, n]``, from this rank's ``[n]``; equally long everywhere.
 
-    Direct messages rather than a collective: where one fails, the peer is known by name.
+    Messages rather than a collective: where one fails, the peer is known by name.
+
+    Args:
+        exchange: the group.
+        mine: ``[n]``.
+        is_direct: a message to each rank; else one to each other node, along the rails, and then
+            one to each rank of the own node. For the second all ranks must have one topology.
 
     Raises:
         TransferError: a peer died, or the time is up.
     """
     table = mine.new_empty(exchange.num_ranks, len(mine))
     table[exchange.rank] = mine
-    own, others = exchange.rank, range(1, exchange.num_ranks)
-    peers = [(own + shift) % exchange.num_ranks for shift in others]
-    messages = [Message(False, peer, table[peer]) for peer in reversed(peers)]
-    messages += [Message(True, peer, table[own]) for peer in peers]
-    Posted(exchange, "counts", messages).wait()
+    own = exchange.rank
+    if is_direct:
+        peers = [(own + shift) % exchange.num_ranks for shift in range(1, exchange.num_ranks)]
+        _swap(exchange, table, {peer: [own] for peer in peers}, {peer: [peer] for peer in peers})
+        return table
+    routes = exchange.routes("halo")
+    relays, sources = routes.far_relays.tolist(), routes.sources.tolist()
+    _swap(exchange, table, {relay: [own] for relay in relays}, {peer: [peer] for peer in sources})
+    near = [rank for rank in routes.near_ranks.tolist() if rank != own]
+    held = {
+        rank: [rank, *np.flatnonzero(routes.relay_in == rank).tolist()] for rank in (own, *near)
+    }
+    _swap(exchange, table, dict.fromkeys(near, held[own]), {peer: held[peer] for peer in near})
     return table
+
+
+def _swap(
+    exchange: ExchangeGroup,
+    table: Tensor,
+    leaving: Mapping[int, Sequence[int]],
+    arriving: Mapping[int, Sequence[int]],
+) -> None:
+    """Send rows of the table to some ranks while receiving rows from others."""
+    landings = {peer: table.new_empty(len(rows), table.shape[1]) for peer, rows in arriving.items()}
+    messages = [Message(False, peer, rows) for peer, rows in landings.items()]
+    messages += [Message(True, peer, table[list(rows)]) for peer, rows in leaving.items()]
+    Posted(exchange, "counts", messages).wait()
+    for peer, rows in arriving.items():
+        table[list(rows)] = landings[peer]
 
 
 def _landing(recv: Transfer, target: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """all_to_all_single and all_to_all_rows on real processes: equal to torch's, and to the data."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +133,31 @@ def sub_groups() -> list[bool]:
 def test_all_to_all_single_in_sub_groups() -> None:
     # A68: a group of some ranks
     assert all(all(found) for found in run_ranks(sub_groups, 4))
+
+
+def say_what_falls_back() -> tuple[list[str], list[bool]]:
+    """The notes that were logged, and whether exchanges of one ExchangeGroup are right, twice."""
+    rank, notes = dist.get_rank(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("piper_kernels.dist").addHandler(handler)
+    exchange = ExchangeGroup(None, frontier(1).lay_out((3, 2, 1)))
+    found = []
+    for step in range(3):
+        # from the second time on counts travel along the rails
+        mine = torch.tensor([[10 * rank + other + step] for other in range(6)])
+        have = torch.empty_like(mine)
+        pdist.all_to_all_single(have, mine, group=exchange, algorithm="halo")
+        found.append(have.flatten().tolist() == [10 * other + rank + step for other in range(6)])
+    return notes, found
+
+
+def test_exchange_group_says_what_falls_back() -> None:
+    # 6 ranks on 3 nodes, two rails of which end early
+    (first, *others) = run_ranks(say_what_falls_back, 6)
+    assert [found for _, found in (first, *others)] == [[True] * 3] * 6
+    assert any("end before node2 (1 ranks)" in note for note in first[0])
+    assert all(notes == [] for notes, _ in others)
 
 
 def gradcheck_rows() -> bool:

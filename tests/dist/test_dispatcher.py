@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper_kernels import PiperMoE, RouterConfig
+from piper_kernels.dist import checkpoint_contexts
 from piper_kernels.dist.dispatcher import Dispatcher, ExpertParallel
 from piper_kernels.dist.placement_map import PlacementMap
 from piper_kernels.dist.topology import Topology
@@ -157,7 +158,8 @@ def compare_cases(cases: list[Case]) -> list[str]:
 def test_dispatcher_equals_one_process(num_ranks: int, seed: int) -> None:
     # A59 (ranks without tokens, experts without tokens, 3 calls and more), A63 (E is no multiple of
     # the ranks), A69 (nodes of 2x2, 3x2, 2x3, ragged, one; several experts on one remote node)
-    cases = [make_case(num_ranks, seed + index) for index in range(6)]
+    num_cases = {2: 4, 4: 5, 6: 3}[num_ranks]
+    cases = [make_case(num_ranks, seed + index) for index in range(num_cases)]
     assert run_ranks(compare_cases, num_ranks, cases) == [[]] * num_ranks
 
 
@@ -246,8 +248,8 @@ def make_moe(ep: ExpertParallel | None, num_experts: int = 6, **options: Any) ->
     return PiperMoE(H, I, num_experts, 2, ep=ep, dtype=torch.float64, **options)
 
 
-def checkpointed() -> tuple[int, bool]:
-    """Recomputation with ``routing=`` exchanges no counts anew; the gradients are the same."""
+def checkpointed(kind: str) -> tuple[int, bool]:
+    """How often counts were exchanged for two steps, one recomputed; are gradients the same?"""
     moe = make_moe(ExpertParallel(None, frontier(1).lay_out((1, 1)), "halo_dedup"))
     x = torch.randn(5 + dist.get_rank(), H, dtype=torch.float64)
     routing = moe.route(x).detach()
@@ -263,20 +265,25 @@ def checkpointed() -> tuple[int, bool]:
     torch.distributed.batch_isend_irecv = count
     (moe(x, routing=routing) ** 2).sum().backward()
     want = [p.grad.clone() for p in moe.experts.parameters() if p.grad is not None]
-    for is_reentrant in (False, True):
-        moe.zero_grad()
-        leaf = x.clone().requires_grad_()
-        y = torch.utils.checkpoint.checkpoint(
-            lambda x: moe(x, routing=routing), leaf, use_reentrant=is_reentrant
-        )
-        (y**2).sum().backward()
+    moe.zero_grad()
+    leaf = x.clone().requires_grad_()
+    options: dict[str, Any] = {"use_reentrant": kind == "reentrant"}
+    if kind == "contexts":
+        options["context_fn"] = checkpoint_contexts
+    given = None if kind in ("contexts", "plain") else routing
+    y = torch.utils.checkpoint.checkpoint(lambda x: moe(x, routing=given), leaf, **options)
+    (y**2).sum().backward()
     have = [p.grad for p in moe.experts.parameters() if p.grad is not None]
     return calls, all(torch.equal(a, b) for a, b in zip(want, have, strict=True))
 
 
-def test_dispatcher_keeps_the_plan_for_recomputation() -> None:
-    # the first call had no leaf, so whether rows need a gradient was not known: one count exchange
-    assert run_ranks(checkpointed, 2) == [(1, True)] * 2
+@pytest.mark.parametrize(
+    ("kind", "num_counts"), [("routing", 1), ("reentrant", 1), ("contexts", 2), ("plain", 3)]
+)
+def test_dispatcher_keeps_the_plan_for_recomputation(kind: str, num_counts: int) -> None:
+    # with routing= all three forwards share a plan, with contexts the recomputation has its
+    # forward's; else it counts again, on every rank
+    assert run_ranks(checkpointed, 2, kind) == [(num_counts, True)] * 2
 
 
 def alone() -> bool:
