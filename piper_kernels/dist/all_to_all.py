@@ -54,7 +54,7 @@ def all_to_all_single(
         timeout_s: for one message, in seconds; ``None``: the process group's own.
 
     Raises:
-        ShapeError, DtypeError, ConfigError: an argument is wrong on this rank.
+        ShapeError, DtypeError, DeviceError, ConfigError: an argument is wrong on this rank.
         TransferError: ranks disagree, a peer died or hangs. It names ranks, nodes and the phase.
 
     Example:
@@ -73,6 +73,8 @@ def all_to_all_single(
     fault: PiperError | None = None
     try:
         _check_pair(name, output, input)
+        exchange.check_device(name, "input", input)
+        exchange.check_device(name, "output", output)
         sent = _splits(name, "input_splits", input_splits, len(input), exchange)
         expected = _splits(name, "output_splits", output_splits, len(output), exchange)
     except PiperError as error:
@@ -116,6 +118,7 @@ def all_to_all_rows(
     exchange = as_exchange_group(name, group, topology, timeout_s)
     fault: PiperError | None = None
     try:
+        exchange.check_device(name, "rows", rows)
         sent = _splits(name, "input_splits", input_splits, len(rows), exchange)
         num_arriving = len(rows) if output_splits is None else sum(output_splits)
         expected = _splits(name, "output_splits", output_splits, num_arriving, exchange)

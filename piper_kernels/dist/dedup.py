@@ -19,7 +19,7 @@ from torch import Tensor
 from piper_kernels.dist.exchange_counts import ExchangeCounts
 from piper_kernels.dist.exchange_group import ExchangeGroup
 from piper_kernels.dist.halo_program import Buffer, rank_counts
-from piper_kernels.dist.messages import run_program
+from piper_kernels.dist.messages import RunningProgram
 from piper_kernels.dist.row_bytes import RowFormat
 from piper_kernels.errors import TransferError, check_shape
 
@@ -107,7 +107,7 @@ class DedupRoute:
                 self._spread = self._find_spread(targets_of(buffers["relay"]))
             buffers["spread"] = self._spread.take(buffers["relay"])
 
-        run_program(self.exchange, self._there, buffers, {"III": expand})
+        RunningProgram(self.exchange, self._there, buffers, {"III": expand}).finish()
         return buffers["output"]
 
     def collect_bytes(self, wire: Tensor, row: RowFormat) -> list[Tensor]:
@@ -121,7 +121,7 @@ class DedupRoute:
             parts = [(spread, buffers["spread"])]
             buffers["relay"] = row.pack(_sums(row, spread.num_rows, parts))
 
-        run_program(self.exchange, self._back, buffers, {"II": add_up})
+        RunningProgram(self.exchange, self._back, buffers, {"II": add_up}).finish()
         parts = [(self._near, buffers["near"]), (self._far, buffers["far"])]
         return _sums(row, self._near.num_rows, parts)
 

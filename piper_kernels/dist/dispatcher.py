@@ -116,12 +116,14 @@ class Dispatcher:
             ``[T, H]``.
 
         Raises:
+            DeviceError: the group's backend cannot send from x's device.
             TransferError: ranks disagree, a peer died or hangs. It names ranks, nodes and phase.
         """
         if self.exchange is None:
             has_order = self.local_experts == tuple(range(self.placement.num_experts))
             ids = expert_ids if has_order else self._locate(expert_ids)
             return experts(x, ids, gates)
+        self.exchange.check_device("PiperMoE", "x", x)
         plan = self._plan(self.exchange, x, expert_ids, gates)
         if plan.needs_grad and torch.is_grad_enabled() and not x.requires_grad:
             # the backward of the exchange runs on all ranks or on none

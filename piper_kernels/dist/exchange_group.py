@@ -15,7 +15,7 @@ from piper_kernels.dist.halo_phases import Algorithm, missing_rails
 from piper_kernels.dist.halo_routes import RankRoutes, rank_routes
 from piper_kernels.dist.topology import Topology
 from piper_kernels.dist.topology_presets import one_box
-from piper_kernels.errors import require
+from piper_kernels.errors import DeviceError, instruction, require
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,15 @@ class ExchangeGroup:
     def num_ranks(self) -> int:
         """P."""
         return len(self.global_ranks)
+
+    def check_device(self, function: str, argument: str, tensor: torch.Tensor) -> None:
+        """Raise ``DeviceError`` unless the group's backend sends from the tensor's device."""
+        backend = dist.get_backend(self.group)
+        needed = {"gloo": "cpu", "nccl": "cuda", "xccl": "xpu"}.get(backend)
+        if needed is not None and tensor.device.type != needed:
+            requirement = f"be on {needed}, from which the group's backend {backend} sends"
+            remedy = "Move it, or make a process group for its device."
+            raise DeviceError(instruction(function, argument, requirement, tensor.device, remedy))
 
     def device_for(self, tensor: torch.Tensor) -> torch.device:
         """Where small integers must lie to travel: NCCL sends from the GPU only."""

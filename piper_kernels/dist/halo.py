@@ -16,7 +16,7 @@ from piper_kernels.dist.exchange_counts import ExchangeCounts
 from piper_kernels.dist.exchange_group import ExchangeGroup
 from piper_kernels.dist.halo_phases import Algorithm
 from piper_kernels.dist.halo_program import Buffer, RankProgram, rank_counts
-from piper_kernels.dist.messages import run_program
+from piper_kernels.dist.messages import RunningProgram
 from piper_kernels.dist.row_bytes import RowFormat
 from piper_kernels.errors import check_shape
 
@@ -68,14 +68,23 @@ class Route:
         Raises:
             TransferError: a peer died, hangs, or the time is up.
         """
+        running, buffers = self.start(rows)
+        running.finish()
+        return buffers[self.target]
+
+    def start(self, rows: Tensor) -> tuple[RunningProgram, dict[Buffer, Tensor]]:
+        """Begin to send; once ``finish`` has returned, the buffer ``target`` holds the rows.
+
+        Raises:
+            TransferError: messages could not be started.
+        """
         buffers: dict[Buffer, Tensor] = {
             name: rows.new_empty(count, rows.shape[1])
             for name, count in self.there.buffer_rows.items()
             if name != self.source
         }
         buffers[self.source] = rows
-        run_program(self.exchange, self.there, buffers)
-        return buffers[self.target]
+        return RunningProgram(self.exchange, self.there, buffers), buffers
 
 
 def plan_route(exchange: ExchangeGroup, counts: ExchangeCounts, algorithm: Algorithm) -> Route:

@@ -120,13 +120,8 @@ class PostedPhase:
             _put(recv, rows, self._target)
 
 
-def run_program(
-    exchange: ExchangeGroup,
-    program: RankProgram,
-    buffers: Mapping[Buffer, Tensor],
-    before: Mapping[PhaseName, Callable[[], None]] | None = None,
-) -> None:
-    """Carry out this rank's part; phase I runs beside II and III.
+class RunningProgram:
+    """One rank's part in an exchange, under way from the start: phase I runs beside II and III.
 
     Args:
         exchange: the group; every rank of it takes part.
@@ -135,20 +130,43 @@ def run_program(
         before: what to do before a phase starts, once those that it waits for have ended.
 
     Raises:
-        TransferError: a transfer failed.
+        TransferError: messages could not be started.
     """
-    awaited = {name for phase in program.phases for name in phase.after}
-    # first what others wait for; this order is the same on every rank
-    order = sorted(program.phases, key=lambda p: (bool(p.after), p.name not in awaited))
-    posted: dict[PhaseName, PostedPhase] = {}
-    for phase in order:
-        for name in phase.after:
-            posted.pop(name).wait()
-        if before is not None and phase.name in before:
-            before[phase.name]()
-        posted[phase.name] = PostedPhase(exchange, phase, buffers)
-    for under_way in posted.values():
-        under_way.wait()
+
+    def __init__(
+        self,
+        exchange: ExchangeGroup,
+        program: RankProgram,
+        buffers: Mapping[Buffer, Tensor],
+        before: Mapping[PhaseName, Callable[[], None]] | None = None,
+    ) -> None:
+        self._exchange, self._buffers, self._before = exchange, buffers, before or {}
+        awaited = {name for phase in program.phases for name in phase.after}
+        # first what others wait for; this order is the same on every rank
+        free = [phase for phase in program.phases if not phase.after]
+        free.sort(key=lambda phase: phase.name not in awaited)
+        self._waiting = [phase for phase in program.phases if phase.after]
+        self._posted: dict[PhaseName, PostedPhase] = {}
+        for phase in free:
+            self._post(phase)
+
+    def finish(self) -> None:
+        """Wait until every row is where it belongs.
+
+        Raises:
+            TransferError: a transfer failed.
+        """
+        for phase in self._waiting:
+            for name in phase.after:
+                self._posted.pop(name).wait()
+            self._post(phase)
+        for under_way in self._posted.values():
+            under_way.wait()
+
+    def _post(self, phase: PhaseProgram) -> None:
+        if phase.name in self._before:
+            self._before[phase.name]()
+        self._posted[phase.name] = PostedPhase(self._exchange, phase, self._buffers)
 
 
 def exchange_vectors(exchange: ExchangeGroup, mine: Tensor, *, is_direct: bool) -> Tensor:

@@ -150,15 +150,16 @@ def one_step(slots: tuple[tuple[int, ...], ...] | None, ep_size: int) -> float:
     return max(worst, abs(clip_grad_norm_(list_shares(moe), 1e-3).item() - norm.item()))
 
 
-@pytest.mark.parametrize(
-    ("ep_size", "slots"),
-    [(1, None), (2, None), (4, None), (4, ((0, 1), (2, 0), (3, 1), (0,)))],
-)
-def test_reduce_gradients_equal_one_process(ep_size: int, slots: Any) -> None:
+def all_steps() -> list[float]:
+    copied = ((0, 1), (2, 0), (3, 1), (0,))
+    return [one_step(None, 1), one_step(None, 2), one_step(None, 4), one_step(copied, 4)]
+
+
+def test_reduce_gradients_equal_one_process() -> None:
     # A60: no factor of the group's size, for any size; A61: expert-parallel over all ranks. With
     # the last placement experts 0 and 1 have copies, which count once and stay equal
-    for worst in run_ranks(one_step, 4, slots, ep_size):
-        assert worst < 1e-14
+    for worst in run_ranks(all_steps, 4):
+        assert max(worst) < 1e-14
 
 
 def copies_agree() -> list[Tensor]:
