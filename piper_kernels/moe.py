@@ -79,6 +79,9 @@ class PiperMoE(nn.Module):
         (torch.Size([2, 5, 16]), torch.Size([10, 2]), 20)
     """
 
+    # what brings tokens to the experts of other ranks
+    dispatcher: "Dispatcher | None" = None
+
     def __init__(
         self,
         hidden_size: int,

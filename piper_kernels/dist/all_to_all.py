@@ -58,7 +58,7 @@ def all_to_all_single(
         TransferError: ranks disagree, a peer died or hangs. It names ranks, nodes and the phase.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch
         >>> import torch.distributed as dist
         >>> store = f"file://{tempfile.mkdtemp()}/store"
         >>> dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
