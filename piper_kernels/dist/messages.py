@@ -17,8 +17,10 @@ from piper_kernels.dist.halo_phases import PhaseName
 from piper_kernels.dist.halo_program import Buffer, PhaseProgram, RankProgram, Transfer
 from piper_kernels.errors import TransferError
 
-# gloo keeps messages of different tags apart: a rank that is ahead by a phase harms nobody
+# gloo keeps messages of different tags apart: what is meant for another phase waits in vain instead
+# of landing in the wrong place
 TAGS = {"counts": 7100, "flat": 7101, "I": 7102, "II": 7103, "III": 7104}
+COUNTS_BY_RAIL, COUNTS_IN_NODE = 7110, 7111
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,16 @@ class Message:
 class Posted:
     """Messages of one phase that are under way."""
 
-    def __init__(self, exchange: ExchangeGroup, phase: str, messages: list[Message]) -> None:
+    def __init__(
+        self, exchange: ExchangeGroup, phase: str, messages: list[Message], tag: int | None = None
+    ) -> None:
         self._exchange, self._phase, self._messages = exchange, phase, messages
+        tag = TAGS[phase] if tag is None else tag
         self._works: list[dist.Work] = []
         if messages:
             try:
                 self._works = dist.batch_isend_irecv(
-                    [_operation(exchange, phase, m) for m in messages]
+                    [_operation(exchange, tag, m) for m in messages]
                 )
             except RuntimeError as error:
                 raise self._failure("starting its messages", error) from error
@@ -80,10 +85,9 @@ class Posted:
         return TransferError(f"{place}: {doing}, failed: {str(error).strip()}\n{remedy}")
 
 
-def _operation(exchange: ExchangeGroup, phase: str, message: Message) -> dist.P2POp:
+def _operation(exchange: ExchangeGroup, tag: int, message: Message) -> dist.P2POp:
     call = dist.isend if message.is_send else dist.irecv
-    place = exchange.group, TAGS[phase]
-    return dist.P2POp(call, message.rows, None, *place, group_peer=message.peer)
+    return dist.P2POp(call, message.rows, None, exchange.group, tag, message.peer)
 
 
 class PostedPhase:
@@ -188,17 +192,23 @@ def exchange_vectors(exchange: ExchangeGroup, mine: Tensor, *, is_direct: bool) 
     own = exchange.rank
     if is_direct:
         peers = [(own + shift) % exchange.num_ranks for shift in range(1, exchange.num_ranks)]
-        _swap(exchange, table, {peer: [own] for peer in peers}, {peer: [peer] for peer in peers})
+        arriving = {peer: [peer] for peer in peers}
+        _swap(exchange, table, _each(peers, [own]), arriving, TAGS["counts"])
         return table
     routes = exchange.routes("halo")
-    relays, sources = routes.far_relays.tolist(), routes.sources.tolist()
-    _swap(exchange, table, {relay: [own] for relay in relays}, {peer: [peer] for peer in sources})
+    sources = {peer: [peer] for peer in routes.sources.tolist()}
+    _swap(exchange, table, _each(routes.far_relays.tolist(), [own]), sources, COUNTS_BY_RAIL)
     near = [rank for rank in routes.near_ranks.tolist() if rank != own]
     held = {
         rank: [rank, *np.flatnonzero(routes.relay_in == rank).tolist()] for rank in (own, *near)
     }
-    _swap(exchange, table, dict.fromkeys(near, held[own]), {peer: held[peer] for peer in near})
+    arriving = {peer: held[peer] for peer in near}
+    _swap(exchange, table, _each(near, held[own]), arriving, COUNTS_IN_NODE)
     return table
+
+
+def _each(peers: Sequence[int], rows: Sequence[int]) -> dict[int, Sequence[int]]:
+    return dict.fromkeys(peers, rows)
 
 
 def _swap(
@@ -206,12 +216,13 @@ def _swap(
     table: Tensor,
     leaving: Mapping[int, Sequence[int]],
     arriving: Mapping[int, Sequence[int]],
+    tag: int,
 ) -> None:
     """Send rows of the table to some ranks while receiving rows from others."""
     landings = {peer: table.new_empty(len(rows), table.shape[1]) for peer, rows in arriving.items()}
     messages = [Message(False, peer, rows) for peer, rows in landings.items()]
     messages += [Message(True, peer, table[list(rows)]) for peer, rows in leaving.items()]
-    Posted(exchange, "counts", messages).wait()
+    Posted(exchange, "counts", messages, tag).wait()
     for peer, rows in arriving.items():
         table[list(rows)] = landings[peer]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper_kernels import PiperMoE, RouterConfig
-from piper_kernels.dist import checkpoint_contexts
+from piper_kernels.dist import checkpoint_contexts, messages
 from piper_kernels.dist.dispatcher import Dispatcher, ExpertParallel
 from piper_kernels.dist.placement_map import PlacementMap
 from piper_kernels.dist.topology import Topology
@@ -256,7 +256,7 @@ def checkpointed(kind: str) -> tuple[int, bool]:
 
     def count(ops: list[Any]) -> Any:
         nonlocal calls
-        calls += ops[0].tag == 7100
+        calls += ops[0].tag in (messages.TAGS["counts"], messages.COUNTS_BY_RAIL)
         return before(ops)
 
     torch.distributed.batch_isend_irecv = count

@@ -33,12 +33,12 @@ def arm(event: str, phase: str, after: int) -> None:
     before = messages.Posted.__init__
     seen = 0
 
-    def post(self: Any, exchange: Any, name: str, under_way: Any) -> None:
+    def post(self: Any, exchange: Any, name: str, *rest: Any) -> None:
         nonlocal seen
         seen += name == phase
         if seen > after:
             misbehave(event)
-        before(self, exchange, name, under_way)
+        before(self, exchange, name, *rest)
 
     messages.Posted.__init__ = post  # type: ignore[method-assign]
 
