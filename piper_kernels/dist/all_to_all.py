@@ -73,6 +73,7 @@ def all_to_all_single(
     fault: PiperError | None = None
     try:
         _check_pair(name, output, input)
+        check_choice(name, "algorithm", algorithm, MoveAlgorithm)
         exchange.check_device(name, "input", input)
         exchange.check_device(name, "output", output)
         sent = _splits(name, "input_splits", input_splits, len(input), exchange)
@@ -118,6 +119,7 @@ def all_to_all_rows(
     exchange = as_exchange_group(name, group, topology, timeout_s)
     fault: PiperError | None = None
     try:
+        check_choice(name, "algorithm", algorithm, MoveAlgorithm)
         exchange.check_device(name, "rows", rows)
         sent = _splits(name, "input_splits", input_splits, len(rows), exchange)
         num_arriving = len(rows) if output_splits is None else sum(output_splits)
@@ -159,7 +161,6 @@ def _agree(
     fault: PiperError | None,
 ) -> Route:
     """Compare with the other ranks and plan; raises this rank's own fault after telling them."""
-    check_choice(name, "algorithm", algorithm, MoveAlgorithm)
     row_elements = math.prod(rows.shape[1:])
     header = Header(
         function=name,

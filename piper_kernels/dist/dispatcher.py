@@ -26,6 +26,7 @@ from piper_kernels.dist.halo import Route, move_rows, plan_route
 from piper_kernels.dist.header import Header, Table, exchange_headers
 from piper_kernels.dist.recompute import current_tape
 from piper_kernels.dist.topology_presets import one_box
+from piper_kernels.errors import RoutingError, instruction
 from piper_kernels.functional.permute import permute
 from piper_kernels.functional.unpermute import unpermute
 from piper_kernels.permutation import Permutation
@@ -117,6 +118,7 @@ class Dispatcher:
 
         Raises:
             DeviceError: the group's backend cannot send from x's device.
+            RoutingError: an id is negative (found on the CPU only).
             TransferError: ranks disagree, a peer died or hangs. It names ranks, nodes and phase.
         """
         if self.exchange is None:
@@ -253,6 +255,10 @@ class Dispatcher:
         """Physical ids of logical ones; the choice between copies is the placement's."""
         tables = self._tables_on(expert_ids.device)
         ids = expert_ids.long().clamp(max=self.placement.num_experts)
+        if ids.device.type == "cpu" and ids.numel() and int(ids.min()) < 0:
+            remedy = f"Mark slots that nobody computes with {self.placement.num_experts}."
+            given = int(ids.min())
+            raise RoutingError(instruction("PiperMoE", "expert_ids", "be >= 0", given, remedy))
         tokens = torch.arange(len(ids), device=ids.device)[:, None]
         return tables.candidates[ids, tokens % tables.num_candidates[ids]]
 

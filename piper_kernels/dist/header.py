@@ -93,7 +93,9 @@ def exchange_headers(exchange: ExchangeGroup, header: Header, device: torch.devi
         TransferError: ranks disagree, a rank reports a fault, or one did not answer in time.
     """
     fields = header.fields(exchange.topology_digest)
-    words = b"".join(word.encode("ascii").ljust(_WORD_BYTES, b"\0") for word in fields.values())
+    words = b"".join(
+        word.encode().ljust(_WORD_BYTES, b"\0")[:_WORD_BYTES] for word in fields.values()
+    )
     flags = [int(header.has_fault), int(header.needs_grad)]
     parts = [np.frombuffer(words, dtype=np.int64), np.array(flags), *header.counts]
     mine = torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
@@ -101,13 +103,14 @@ def exchange_headers(exchange: ExchangeGroup, header: Header, device: torch.devi
     is_direct = not exchange.has_one_topology
     table = _to_numpy(exchange_vectors(exchange, mine, is_direct=is_direct))
     num_words = len(words) // 8
-    _compare(exchange, list(fields), table[:, :num_words])
-    exchange.has_one_topology = True
     faulty = np.flatnonzero(table[:, num_words])
     if len(faulty) and not header.has_fault:
         names = ", ".join(exchange.name(rank) for rank in faulty.tolist())
         message = f"{header.function}: the arguments of {names} are wrong. See the error there."
         raise TransferError(f"{exchange.where('counts')}: {message}")
+    if not len(faulty):
+        _compare(exchange, list(fields), table[:, :num_words])
+        exchange.has_one_topology = True
     counts = table[:, num_words + 2 :].reshape(exchange.num_ranks, _NUM_KINDS, -1)
     return Table(
         counts=np.ascontiguousarray(counts.transpose(1, 0, 2)),

@@ -202,6 +202,8 @@ def make_mistake(kind: str) -> tuple[str, str]:
         topology = frontier(1).lay_out((1, 1))
     elif kind == "sum" and is_wrong:
         splits = [2, 1]
+    elif kind == "name" and is_wrong:
+        options["algorithm"] = "halos"
     elif kind == "dtypes" and is_wrong:
         output = output.int()
     try:
@@ -221,6 +223,7 @@ MISTAKES = {
     "topology": (("TransferError",) * 2, r"topology must be the same on every rank.* rank 1 on"),
     "sum": (("TransferError", "ConfigError"), r"the arguments of rank 1 on .* are wrong"),
     "dtypes": (("TransferError", "DtypeError"), r"the arguments of rank 1 on .* are wrong"),
+    "name": (("TransferError", "ConfigError"), r"the arguments of rank 1 on .* are wrong"),
 }
 
 

@@ -17,7 +17,7 @@ from piper_kernels.dist.dispatcher import Dispatcher, ExpertParallel
 from piper_kernels.dist.placement_map import PlacementMap
 from piper_kernels.dist.topology import Topology
 from piper_kernels.dist.topology_presets import frontier
-from piper_kernels.errors import ConfigError, TransferError
+from piper_kernels.errors import ConfigError, RoutingError, TransferError
 from piper_kernels.functional import experts
 from piper_kernels.testing import RankError, run_ranks
 from piper_kernels.testing.exchange import make_cluster
@@ -222,6 +222,11 @@ def carry_tokens(topology: Topology) -> bool:
     far = (2 * rank + 4) % num_experts
     ids = torch.tensor([[far, far + 1]]).repeat(num_tokens, 1)
     gates = torch.full((num_tokens, 2), 0.25)
+    with pytest.raises(RoutingError, match="expert_ids must be >= 0, got -1"):
+        wrong = torch.tensor([[-1, 0]])
+        Dispatcher(ExpertParallel(), num_experts).run(
+            CountingExperts(), torch.ones(1, 2), wrong, torch.ones(1, 2)
+        )
     is_right = True
     for exchange in EXCHANGES:
         ep = ExpertParallel(None, topology, exchange)  # type: ignore[arg-type]
