@@ -19,6 +19,7 @@ PURE_DIST = {
         "topology_presets",
         "topology_launcher",
         "topology_advice",
+        "mesh_layout",
         "placement_map",
         "exchange_counts",
         "halo_plan",
