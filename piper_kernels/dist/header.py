@@ -162,7 +162,7 @@ def _compare(exchange: ExchangeGroup, names: Sequence[str], words: NDArray[np.in
 def _read(words: NDArray[np.int64], field: int) -> str:
     size = _WORD_BYTES // 8
     raw = words[field * size : (field + 1) * size].tobytes()
-    return raw.rstrip(b"\0").decode("ascii", errors="replace")
+    return raw.rstrip(b"\0").decode(errors="replace")
 
 
 def _to_numpy(table: Tensor) -> IntArray:

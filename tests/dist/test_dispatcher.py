@@ -222,11 +222,10 @@ def carry_tokens(topology: Topology) -> bool:
     far = (2 * rank + 4) % num_experts
     ids = torch.tensor([[far, far + 1]]).repeat(num_tokens, 1)
     gates = torch.full((num_tokens, 2), 0.25)
+    wrong = torch.ones(1, 2), torch.tensor([[-1, 0]]), torch.ones(1, 2)
+    dispatcher = Dispatcher(ExpertParallel(), num_experts)
     with pytest.raises(RoutingError, match="expert_ids must be >= 0, got -1"):
-        wrong = torch.tensor([[-1, 0]])
-        Dispatcher(ExpertParallel(), num_experts).run(
-            CountingExperts(), torch.ones(1, 2), wrong, torch.ones(1, 2)
-        )
+        dispatcher.run(CountingExperts(), *wrong)
     is_right = True
     for exchange in EXCHANGES:
         ep = ExpertParallel(None, topology, exchange)  # type: ignore[arg-type]
