@@ -88,7 +88,7 @@ def check_survivors(event: str, phase: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("event", "phase", "kind"),
-    [("kill", "II", "rows"), ("stop", "III", "layer"), ("raise", "counts", "rows")],
+    [("kill", "II", "rows"), ("stop", "III", "layer")],
 )
 def test_exchange_names_the_phase_in_which_a_peer_fails(event: str, phase: str, kind: str) -> None:
     check_survivors(event, phase, kind)
