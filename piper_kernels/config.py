@@ -4,7 +4,7 @@ Letters: H hidden_size, I intermediate_size, E num_experts, K top_k (docs/glossa
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from piper_kernels.errors import ConfigError, did_you_mean, instruction, require
@@ -322,3 +322,11 @@ class MoEConfig:
             "be > 0 or None",
             self.capacity_factor,
         )
+
+    def with_experts(self, num_experts: int) -> "MoEConfig":
+        """The config of a part of the layer's experts, as one rank holds it.
+
+        The router's settings concern all experts and are not part of it.
+        """
+        top_k = min(self.top_k, num_experts)
+        return replace(self, num_experts=num_experts, top_k=top_k, router=RouterConfig())

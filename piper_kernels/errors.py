@@ -49,6 +49,10 @@ class DataError(PiperError, ValueError):
     """Training data cannot be read, or is too little."""
 
 
+class TransferError(PiperError, RuntimeError):
+    """A transfer failed on this rank: a peer died, hangs, or means to send something else."""
+
+
 class TrainingError(PiperError, RuntimeError):
     """Training cannot go on: the loss or a gradient is not a finite number."""
 

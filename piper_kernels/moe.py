@@ -5,7 +5,7 @@ Letters: T num_tokens, H hidden_size, I intermediate_size, E num_experts, K top_
 
 import dataclasses
 import warnings
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from piper_kernels.modules.router import Router
 from piper_kernels.modules.shared_experts import SharedExperts
 from piper_kernels.modules.stats import MoEStats, collect_stats
 from piper_kernels.routing import Routing, apply_capacity
+
+if TYPE_CHECKING:
+    from piper_kernels.dist.dispatcher import Dispatcher, ExpertParallel
 
 
 class PiperMoE(nn.Module):
@@ -56,6 +59,9 @@ class PiperMoE(nn.Module):
         save: what the experts keep for the backward: ``preact``, or ``x`` only (less memory, one
             more GEMM).
         backend: ``auto``, ``triton``, ``cpu`` or ``reference``.
+        ep: expert parallelism: this rank holds its L experts only, ``experts.gate_up_proj [L, 2I,
+            H]`` and so on, in the order of ``dispatcher.local_experts``; everything else is on
+            every rank, and all ids and counts stay those of the whole layer.
         device: of new parameters.
         dtype: of new parameters; the correction bias is at least fp32.
 
@@ -73,6 +79,9 @@ class PiperMoE(nn.Module):
         (torch.Size([2, 5, 16]), torch.Size([10, 2]), 20)
     """
 
+    # what brings tokens to the experts of other ranks
+    dispatcher: "Dispatcher | None" = None
+
     def __init__(
         self,
         hidden_size: int,
@@ -88,6 +97,7 @@ class PiperMoE(nn.Module):
         capacity_factor: float | None = None,
         save: Save = "preact",
         backend: Backend = "auto",
+        ep: "ExpertParallel | None" = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -105,16 +115,21 @@ class PiperMoE(nn.Module):
             capacity_factor=capacity_factor,
         )
         place: dict[str, Any] = {"device": device, "dtype": dtype}
+        dispatcher, own = None, config
+        if ep is not None:
+            dispatcher = _dispatcher(ep, num_experts)
+            own = config.with_experts(dispatcher.num_local_experts)
         self._assemble(
             config,
             Router.build(config, **place),
-            Experts.build(config, save=save, backend=backend, **place),
+            Experts.build(own, save=save, backend=backend, **place),
             SharedExperts.build(config, **place) if shared_experts else None,
+            dispatcher,
         )
 
     @classmethod
     def from_config(cls, config: MoEConfig, **options: Any) -> Self:
-        """A new layer from a config; ``options`` are save, backend, device and dtype."""
+        """A new layer from a config; ``options`` are save, backend, ep, device and dtype."""
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         return cls(**fields, **options)
 
@@ -147,8 +162,10 @@ class PiperMoE(nn.Module):
         router: Router,
         experts: nn.Module,
         shared_experts: nn.Module | None,
+        dispatcher: "Dispatcher | None" = None,
     ) -> None:
         self.config = config
+        self.dispatcher = dispatcher
         self.router = router
         self.experts = experts
         self.shared_experts = shared_experts
@@ -218,6 +235,7 @@ class PiperMoE(nn.Module):
             DeviceError: x and the parameters lie on different devices.
             ConfigError: both mask and routing are given.
             RoutingError: a real token's logits are not finite (see ``RouterConfig.non_finite``).
+            TransferError: with expert parallelism: ranks disagree, or a peer died or hangs.
         """
         tokens, flat_mask = flatten_tokens(x, mask, self.router.weight)
         if routing is None:
@@ -229,7 +247,11 @@ class PiperMoE(nn.Module):
         # before the experts: torch.compile(dynamic=True) makes the activation's constants inputs,
         # and cannot use outside the experts' autograd Function what it first met inside (2.13)
         shared = None if self.shared_experts is None else self.shared_experts(tokens)
-        y = self.experts(tokens, limited.expert_ids, limited.gates)
+        chosen = limited.expert_ids, limited.gates
+        if self.dispatcher is None:
+            y = self.experts(tokens, *chosen)
+        else:
+            y = self.dispatcher.run(self.experts, tokens, *chosen)
         y = y if shared is None else y + shared
         if x.ndim != 2:
             # no view: wrappers and pipeline schedules that hook outputs refuse views
@@ -291,6 +313,13 @@ class PiperMoE(nn.Module):
         """The sizes, and each setting that is not the default."""
         values = ((f, getattr(self.config, f.name)) for f in dataclasses.fields(self.config))
         return ", ".join(f"{f.name}={value!r}" for f, value in values if value != _default_of(f))
+
+
+def _dispatcher(ep: "ExpertParallel", num_experts: int) -> "Dispatcher":
+    """Loaded only where experts are shared among ranks."""
+    from piper_kernels.dist.dispatcher import Dispatcher
+
+    return Dispatcher(ep, num_experts)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:

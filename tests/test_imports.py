@@ -13,6 +13,7 @@ PACKAGE = ROOT / "piper_kernels"
 PURE_DIST = {
     f"dist.{m}"
     for m in (
+        "algorithm_choice",
         "links",
         "topology",
         "topology_presets",
@@ -94,6 +95,8 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(PURE_DIST, PURE - PURE_PIPELINE),
     **dict.fromkeys(PURE_PIPELINE, PURE),
     "dist": {*OPS, "dist"},
+    # a room of its own, since moe may import it
+    "dist.dispatcher": {*OPS, "dist"},
     "pipeline": {*OPS, "moe", "huggingface", "dist", "pipeline"},
     "train": {*OPS, "moe", "huggingface", "dist", "pipeline", "train"},
     "tune": {*OPS, "triton"},

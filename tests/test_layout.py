@@ -20,7 +20,13 @@ MOST_LINES_OF_A_KERNEL = 160
 TESTED_ELSEWHERE = {
     "piper_kernels/__init__.py": "tests/test_imports.py: every public name resolves, lazily",
     "piper_kernels/contracts.py": "data and four sizes, used by every test of functional/ and cpu/",
+    "piper_kernels/dist/dedup.py": "tests/dist/test_dispatcher.py, which every layer goes through",
+    "piper_kernels/dist/exchange_group.py": "tests/dist/test_all_to_all.py, as every group",
+    "piper_kernels/dist/expert_parallel.py": "settings; tests/dist/test_dispatcher.py",
+    "piper_kernels/dist/halo.py": "tests/dist/test_all_to_all.py carries out every route",
     "piper_kernels/dist/halo_program.py": "data; tests/dist/test_halo_routes.py carries it out",
+    "piper_kernels/dist/header.py": "mistakes in tests/dist/test_all_to_all.py, test_dispatcher.py",
+    "piper_kernels/dist/messages.py": "tests/dist/test_all_to_all.py and test_exchange_faults.py",
     "piper_kernels/testing/exchange.py": "a simulation that tests/dist/test_halo_routes.py runs",
     "piper_kernels/testing/rank_group.py": "tests/testing/test_ranks.py, through run_ranks",
     "piper_kernels/testing/rank_process.py": "tests/testing/test_ranks.py, through run_ranks",

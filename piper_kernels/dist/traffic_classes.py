@@ -21,11 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from piper_kernels.dist.reduction_chunks import Piece, cut_into_chunks
-from piper_kernels.errors import PiperError, check_dtype, require
-
-
-class TransferError(PiperError, RuntimeError):
-    """A transfer failed on this rank: a peer died, hangs, or sent something else."""
+from piper_kernels.errors import TransferError, check_dtype, require
 
 
 class TrafficClass(enum.IntEnum):

@@ -9,6 +9,8 @@ transformers' experts registry::
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="piper")
     model.set_experts_implementation("eager")  # and back, at any time
 
+and, where transformers has one (5.24), the expert-parallel implementation of the same name.
+
 For some families it also puts whole :class:`piper_kernels.PiperMoE` layers into a model
 (:func:`replace_moe_blocks`), and it converts expert weights of checkpoints (:func:`fuse_folder`).
 """
@@ -22,6 +24,7 @@ from piper_kernels.huggingface.checkpoint_names import (
     ExpertNames,
 )
 from piper_kernels.huggingface.checkpoints import fuse_experts, split_experts
+from piper_kernels.huggingface.expert_parallel import register_expert_parallel
 from piper_kernels.huggingface.experts_function import explain_experts_function
 from piper_kernels.huggingface.families import FAMILIES, read_config
 from piper_kernels.huggingface.lora import check_lora, lora_targets
@@ -40,6 +43,7 @@ __all__ = [
     "fuse_folder",
     "lora_targets",
     "read_config",
+    "register_expert_parallel",
     "register_experts_function",
     "replace_moe_blocks",
     "restore_moe_blocks",
@@ -48,3 +52,4 @@ __all__ = [
 ]
 
 register_experts_function()
+register_expert_parallel()

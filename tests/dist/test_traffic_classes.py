@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from piper_kernels.dist.traffic_classes import TrafficClass, TrafficClasses, TransferError
-from piper_kernels.errors import ConfigError, DtypeError
+from piper_kernels.dist.traffic_classes import TrafficClass, TrafficClasses
+from piper_kernels.errors import ConfigError, DtypeError, TransferError
 from piper_kernels.testing import rank_outcomes, run_ranks
 
 SHAPES = [(3, 5), (0,), (1,), (40, 7), (), (2, 2)]
