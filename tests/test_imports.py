@@ -34,6 +34,8 @@ PURE_DIST = {
         "flow_network",
         "fair_share",
         "simulate",
+        "probe_fit",
+        "probe_nics",
     )
 }
 PURE_PIPELINE = {

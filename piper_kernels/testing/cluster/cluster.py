@@ -116,10 +116,12 @@ def emulated_cluster(shape: ClusterShape) -> Iterator[Cluster]:
             failed, or a link did not get the rate that was asked for.
 
     Example:
-        >>> shape = ClusterShape(ranks_per_node=(1, 1), nic=LinkShape(rate_bytes_per_s=10e6))
-        >>> with emulated_cluster(shape) as cluster:  # doctest: +SKIP
-        ...     cluster.run_ranks(my_exchange)
-        ...     print(cluster.counters().nic_out_bytes)
+        Two nodes of one rank, joined by 10 MB/s::
+
+            shape = ClusterShape(ranks_per_node=(1, 1), nic=LinkShape(rate_bytes_per_s=10e6))
+            with emulated_cluster(shape) as cluster:
+                cluster.run_ranks(my_exchange)
+                print(cluster.counters().nic_out_bytes)
     """
     reason = why_no_cluster()
     if reason:
