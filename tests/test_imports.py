@@ -34,6 +34,7 @@ PURE_DIST = {
         "flow_network",
         "fair_share",
         "simulate",
+        "simulate_problem",
         "probe_fit",
         "probe_nics",
     )

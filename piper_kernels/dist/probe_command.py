@@ -18,11 +18,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from piper_kernels.dist.whole_file import write_whole
 from piper_kernels.errors import BackendError, ConfigError, instruction, require
 
 if TYPE_CHECKING:
@@ -197,30 +198,19 @@ def describe(report: "ProbeReport") -> str:
 
 def _write(out: Path, report: "ProbeReport") -> None:
     """The three files, each whole or not at all."""
-    _put(out, lambda path: report.topology.save(path))
-    _put(out.with_suffix(".points.json"), lambda path: report.save(path))
+    write_whole("probe", "--out", out, lambda path: report.topology.save(path))
+    write_whole("probe", "--out", out.with_suffix(".points.json"), lambda path: report.save(path))
     written = f"written: {out}, {out.with_suffix('.points.json')}"
     if importlib.util.find_spec("matplotlib") is not None:
         from piper_kernels.dist.probe_picture import draw_probe
 
-        _put(out.with_suffix(".png"), lambda path: draw_probe(path, report))
+        write_whole(
+            "probe", "--out", out.with_suffix(".png"), lambda path: draw_probe(path, report)
+        )
         written += f", {out.with_suffix('.png')}"
     else:
         written += "; no picture: pip install matplotlib"
     _say(written)
-
-
-def _put(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside ``path``, then rename: a reader never sees half a file."""
-    aside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        write(aside)
-        os.replace(aside, path)
-    except OSError as error:
-        sentence = instruction("probe", "--out", "be writable", path, f"{error.strerror}.")
-        raise ConfigError(sentence) from None
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _say(text: str) -> None:

@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -115,18 +113,3 @@ def test_describe_fits_100_columns_and_holds_the_numbers() -> None:
     assert lines[2].split() == ["node", "100.00", "20.00", "1.0000", "4"]
     assert "2.000 ms measured, 1.000 ms modelled" in lines[4]
     assert lines[5] == "a note"
-
-
-def test_write_leaves_whole_files_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full at the last moment keeps the older file."""
-    out = tmp_path / "box.json"
-    out.write_text("older")
-
-    def fail(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(ValueError, match=r"--out must be writable.*No space left on device"):
-        probe_command._write(out, make_report())
-    assert out.read_text() == "older"
-    assert [path.name for path in tmp_path.iterdir()] == ["box.json"]
