@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Each test process gets one thread: $(JOBS) of them share the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: install demo test test-deep lint types docs bench package clean
+.PHONY: install demo test test-deep lint types docs bench bench-dist package clean
 
 install: $(STAMP)
 
@@ -54,6 +54,10 @@ docs: $(STAMP)
 # make bench OUT=bench/results keeps what it measured.
 bench: $(STAMP)
 	$(BIN)/python -m bench.bench_moe --quick $(if $(OUT),--out $(OUT))
+
+# Emulated nodes: needs root and iproute2, and says so without.
+bench-dist: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.bench_exchange $(if $(OUT),--out $(OUT))
 
 package: $(STAMP)
 	bash .ci/package "$(BIN)"

@@ -1,14 +1,14 @@
 """Modelled: flat, HALO and HALO with de-duplication on Frontier, by number of nodes and size.
 
-The paper reports HALO 1.2 to 9 times faster than RCCL's all-to-all on 16 to 512 nodes. Physics alone
-does not give that: HALO moves the same bytes between nodes. So each point is modelled twice:
+The paper reports HALO 1.2 to 9 times faster than RCCL's all-to-all on 16 to 512 nodes. Physics
+alone does not give that: HALO moves the same bytes between nodes. So each point is modelled twice:
 
 - ``physics``: a flat exchange uses the network as well as its latency, gap and bandwidth allow;
 - ``calibrated``: between switch groups a flat exchange gets ``FLAT_FAR_EFFICIENCY`` of a NIC. That
   constant is chosen, not derived: one of four NICs busy, as users of RCCL on Frontier have seen
   (ROCm/rccl#845 found two of four).
 
-    python -m bench.frontier_table --out docs/pictures
+    python -m bench.frontier_table --out bench/results
 """
 
 import argparse

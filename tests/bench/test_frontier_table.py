@@ -10,11 +10,12 @@ from bench.frontier_table import make_points, markdown, speedups
 
 
 def test_make_points_obey_physics() -> None:
-    """HALO saves messages, not bytes: it wins by at most the 8 ranks of a node, and where small."""
+    """HALO saves messages, not bytes: it wins by less than the 8 ranks of a node, on many nodes."""
     points = make_points((2, 8, 16), (0.1, 1000.0))
     for num_nodes in (2, 8, 16):
         physics = speedups(points, num_nodes, "halo", is_calibrated=False)
-        assert physics[0.1] > physics[1000.0]
+        # two nodes: nothing to save, and two phases instead of one
+        assert (physics[0.1] > 1) == (num_nodes > 2)
         assert max(physics.values()) < 8
         assert 0.3 < physics[1000.0] <= 1.0
         dedup = speedups(points, num_nodes, "halo_dedup", is_calibrated=False)
