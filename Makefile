@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Each test process gets one thread: $(JOBS) of them share the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: install demo test test-deep lint types docs bench bench-gpu bench-gpu-dry roofline package clean
+.PHONY: install demo test test-deep lint types docs bench bench-gpu bench-gpu-dry roofline package clean bench-dist
 
 install: $(STAMP)
 
@@ -66,6 +66,10 @@ bench-gpu-dry: $(STAMP)
 # make roofline OUT=bench/results writes the table that docs/kernels.md shows.
 roofline: $(STAMP)
 	$(BIN)/python -m bench.roofline $(if $(OUT),--out $(OUT))
+
+# Emulated nodes: needs root and iproute2, and says so without.
+bench-dist: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.bench_exchange $(if $(OUT),--out $(OUT))
 
 package: $(STAMP)
 	bash .ci/package "$(BIN)"

@@ -19,6 +19,8 @@ from piper_kernels.errors import PiperError, did_you_mean
 COMMANDS = {
     "train": ("piper_kernels.train.command", "train a Mixture-of-Experts language model"),
     "tune": ("piper_kernels.tune", "measure which tiles the GPU kernels should use"),
+    "probe": ("piper_kernels.dist.probe_command", "measure the network between ranks"),
+    "simulate": ("piper_kernels.dist.simulate_command", "model an exchange on a network"),
     "doctor": ("piper_kernels.doctor", "say what is installed and which backend would run"),
 }
 

@@ -37,6 +37,9 @@ PURE_DIST = {
         "fair_share",
         "reduction_chunks",
         "simulate",
+        "simulate_problem",
+        "probe_fit",
+        "probe_nics",
     )
 }
 PURE_PIPELINE = {

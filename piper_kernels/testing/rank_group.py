@@ -18,7 +18,7 @@ from piper_kernels.testing.rank_process import STACK_SIGNAL, RankReport, RankTas
 
 # Slow to import and needed by most ranks (optimizers and DDP import torch._dynamo). The fork server
 # skips what is not installed.
-_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "hypothesis"]
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "hypothesis"]
 # How long ranks that fail for the same reason have to say so, once one has failed.
 _GRACE_S = 0.3
 # How long a hanging rank has to write its stack.
@@ -74,7 +74,7 @@ class RunningRank:
 def started(tasks: Sequence[RankTask]) -> Iterator[list[RunningRank]]:
     """The ranks as running processes. When the context ends, so has every process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     ranks: list[RunningRank] = []
     try:
         for task in tasks:

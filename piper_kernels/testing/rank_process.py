@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from piper_kernels.testing.namespaces import enter_network_at, take_host_name
+
 STACK_SIGNAL = signal.SIGUSR1
 
 
@@ -74,6 +76,25 @@ def _origin(module: str) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """Where a rank runs, if not on the caller's own host and network.
+
+    Attributes:
+        namespace: path of the network namespace.
+        host: what the rank sees as its host's name.
+        interface: that gloo uses there.
+        local_rank: position on its node.
+        num_local_ranks: ranks on its node.
+    """
+
+    namespace: str
+    host: str
+    interface: str
+    local_rank: int
+    num_local_ranks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankTask:
     """All that a rank needs to know.
 
@@ -89,6 +110,7 @@ class RankTask:
         packed_warning_filters: the caller's pickled ``warnings.filters``.
         log_path: stdout and stderr of the rank.
         stack_path: Python stacks, if the rank hangs or crashes.
+        place: where it runs; ``None`` is here.
     """
 
     function: FunctionAddress
@@ -102,6 +124,7 @@ class RankTask:
     packed_warning_filters: bytes
     log_path: Path
     stack_path: Path
+    place: RankPlace | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,11 +197,12 @@ def _die_with_parent() -> None:
 
 def _join_group(task: RankTask) -> None:
     """Make the default process group over the parent's store; set torchrun's variables too."""
+    place = task.place
     os.environ.update(
         RANK=str(task.rank),
         WORLD_SIZE=str(task.num_ranks),
-        LOCAL_RANK=str(task.rank),
-        LOCAL_WORLD_SIZE=str(task.num_ranks),
+        LOCAL_RANK=str(place.local_rank if place else task.rank),
+        LOCAL_WORLD_SIZE=str(place.num_local_ranks if place else task.num_ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(task.store_port),
         # the parent keeps the store: no rank may try to open one on this port
@@ -188,6 +212,11 @@ def _join_group(task: RankTask) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = timedelta(seconds=task.timeout_s)
     store = TCPStore("127.0.0.1", task.store_port, is_master=False, timeout=timeout)
+    if place is not None:
+        # the store's connection keeps the network in which it was made
+        enter_network_at(place.namespace)
+        take_host_name(place.host)
+        os.environ["GLOO_SOCKET_IFNAME"] = place.interface
     dist.init_process_group(
         task.backend, store=store, rank=task.rank, world_size=task.num_ranks, timeout=timeout
     )

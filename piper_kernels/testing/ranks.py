@@ -10,7 +10,7 @@ import pickle
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from piper_kernels.errors import ConfigError, PiperError, instruction, require
 from piper_kernels.testing.rank_group import RankOutcome, echo_output, started, watch
-from piper_kernels.testing.rank_process import FunctionAddress, RankTask
+from piper_kernels.testing.rank_process import FunctionAddress, RankPlace, RankTask
 
 
 class RankError(PiperError, RuntimeError):
@@ -39,6 +39,7 @@ def run_ranks(
     *args: Any,
     backend: str = "gloo",
     timeout_s: float = 60.0,
+    places: Sequence[RankPlace] | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank and return what each rank returned.
 
@@ -56,6 +57,7 @@ def run_ranks(
         backend: of the process group.
         timeout_s: limit for the whole run once the processes exist, in seconds; also the process
             group's own.
+        places: where each rank runs, for emulated nodes; ``None``: all here.
 
     Returns:
         The results in rank order. They travel pickled.
@@ -70,7 +72,7 @@ def run_ranks(
         A test file with ``def which_rank(): return torch.distributed.get_rank()`` may call
         ``run_ranks(which_rank, 4)`` and gets ``[0, 1, 2, 3]``.
     """
-    outcomes = _run(function, num_ranks, args, backend, timeout_s, stops_at_failure=True)
+    outcomes = _run(function, num_ranks, args, backend, timeout_s, places, stops_at_failure=True)
     if any(outcome.kind != "returned" for outcome in outcomes):
         raise RankError(_describe(outcomes, timeout_s), _by_rank(outcomes))
     return [outcome.result for outcome in _by_rank(outcomes)]
@@ -82,6 +84,7 @@ def rank_outcomes(
     *args: Any,
     backend: str = "gloo",
     timeout_s: float = 60.0,
+    places: Sequence[RankPlace] | None = None,
 ) -> list[RankOutcome]:
     """Like :func:`run_ranks`, but let each rank end in its own way and tell how it did.
 
@@ -93,7 +96,8 @@ def rank_outcomes(
     Raises:
         ConfigError: as :func:`run_ranks`.
     """
-    return _by_rank(_run(function, num_ranks, args, backend, timeout_s, stops_at_failure=False))
+    outcomes = _run(function, num_ranks, args, backend, timeout_s, places, stops_at_failure=False)
+    return _by_rank(outcomes)
 
 
 def _run(
@@ -102,10 +106,14 @@ def _run(
     args: tuple[Any, ...],
     backend: str,
     timeout_s: float,
+    places: Sequence[RankPlace] | None,
     *,
     stops_at_failure: bool,
 ) -> list[RankOutcome]:
     require(num_ranks >= 1, "run_ranks", "num_ranks", "be at least 1", num_ranks)
+    fits = places is None or len(places) == num_ranks
+    requirement = f"be one for each of the {num_ranks} ranks"
+    require(fits, "run_ranks", "places", requirement, len(places or ()))
     address, packed_args = _address_of(function), _pack("args", args)
     packed_filters = _pack("warnings.filters", list(warnings.filters))
     # port 0: the system chooses a free port and this store holds it, so nobody can take it between
@@ -124,6 +132,7 @@ def _run(
                 packed_warning_filters=packed_filters,
                 log_path=Path(folder, f"rank{rank}.log"),
                 stack_path=Path(folder, f"rank{rank}.stack"),
+                place=places[rank] if places is not None else None,
             )
             for rank in range(num_ranks)
         ]
