@@ -38,7 +38,16 @@ PURE_DIST = {
 }
 PURE_PIPELINE = {
     f"pipeline.{m}"
-    for m in ("platform", "resource_model", "plan", "planner", "schedule", "placement")
+    for m in (
+        "platform",
+        "resource_model",
+        "plan",
+        "planner",
+        "schedule",
+        "schedule_actions",
+        "schedule_orders",
+        "placement",
+    )
 }
 PURE = {"errors", "config", "cost", "strict_model", *PURE_DIST, *PURE_PIPELINE}
 
