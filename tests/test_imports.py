@@ -46,6 +46,9 @@ PURE_PIPELINE = {
         "schedule",
         "schedule_actions",
         "schedule_orders",
+        "schedule_grid",
+        "timeline",
+        "curve",
         "placement",
     )
 }
