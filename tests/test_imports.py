@@ -48,6 +48,9 @@ PURE_PIPELINE = {
         "schedule_orders",
         "schedule_grid",
         "timeline",
+        "device_time",
+        "collective_time",
+        "platform_presets",
         "curve",
         "placement",
     )

@@ -17,8 +17,8 @@ def draw_grid(schedule: Schedule, max_columns: int = 24) -> str:
     Example:
         >>> from piper_kernels.pipeline.schedule import make_schedule
         >>> print(draw_grid(make_schedule("1f1b", 2, 2)))
-        rank 0 | 0F0 0F1  .  0B0 0B0 0B1 0B1
-        rank 1 |  .  1F0 1B0 1B0 1F1 1B1 1B1
+        rank 0 | 0F0 0F1  .   .  0B0 0B0  .  0B1 0B1
+        rank 1 |  .  1F0 1B0 1B0 1F1 1B1 1B1  .   .
     """
     unit = PassTime(compute_s=1.0)
     stage = StageTime(forward=unit, backward_input=unit, backward_weight=unit)
