@@ -21,7 +21,7 @@ class GemmTime:
 
     Attributes:
         seconds: the larger of the two below, plus the launch.
-        compute_s: all waves at the efficiency of this many rows.
+        compute_s: all waves, at the efficiency of the smallest of rows, columns and depth.
         memory_s: operands and result, each once.
         flops: useful ones.
         fill: useful share of the tiles and waves.
@@ -71,7 +71,7 @@ def gemm_time(
     tiles = count * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
     waves = math.ceil(tiles / device.num_compute_units)
     padded = waves * device.num_compute_units * tile_rows * tile_columns
-    share = share_at(device.gemm_efficiency, rows)
+    share = share_at(device.gemm_efficiency, min(rows, columns, depth))
     compute_s = 2.0 * padded * depth / (device.peak_flops_per_s * share)
     flops = 2.0 * count * rows * columns * depth
     size = element_bytes * count * (rows * depth + depth * columns + rows * columns)

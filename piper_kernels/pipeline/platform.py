@@ -35,7 +35,8 @@ class Device(StrictModel):
         num_compute_units: what a launch's tiles are spread over (SMs, CUs).
         gemm_tile_rows: rows of a matrix product's tile; with 1 rows are not rounded up.
         gemm_tile_columns: columns of it.
-        gemm_efficiency: (rows of the product, share of the peak), once tiles and waves are full.
+        gemm_efficiency: (smallest of a product's rows, columns and depth; share of the peak), once
+            tiles and waves are full.
         attention_efficiency: (sequence length, share of the peak) of fused attention.
         launch_overhead_s: what a kernel costs whatever it does.
     """

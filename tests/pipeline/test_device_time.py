@@ -44,6 +44,8 @@ def test_gemm_time_reads_the_curve_at_rows() -> None:
     curved = device(gemm_efficiency=((10.0, 0.5), (1000.0, 1.0)), launch_overhead_s=1.0)
     assert gemm_time(curved, 10, 20, 30).compute_s == 24.0
     assert gemm_time(curved, 10, 20, 30).seconds == 25.0
+    # the smallest size decides, so a weight gradient of few rows is as hard as their forward
+    assert gemm_time(curved, 20, 30, 10).compute_s == 24.0
 
 
 def test_gemm_time_few_rows_are_bound_by_memory() -> None:
