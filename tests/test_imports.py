@@ -38,7 +38,16 @@ PURE_DIST = {
 }
 PURE_PIPELINE = {
     f"pipeline.{m}"
-    for m in ("platform", "resource_model", "plan", "planner", "schedule", "placement")
+    for m in (
+        "attention_description",
+        "model_description",
+        "platform",
+        "resource_model",
+        "plan",
+        "planner",
+        "schedule",
+        "placement",
+    )
 }
 PURE = {"errors", "config", "cost", "strict_model", *PURE_DIST, *PURE_PIPELINE}
 
