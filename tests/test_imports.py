@@ -39,6 +39,8 @@ PURE_DIST = {
 PURE_PIPELINE = {
     f"pipeline.{m}"
     for m in (
+        "attention_description",
+        "model_description",
         "platform",
         "resource_model",
         "plan",
@@ -50,7 +52,6 @@ PURE_PIPELINE = {
         "timeline",
         "exchange_time",
         "layer_time",
-        "layer_work",
         "device_time",
         "collective_time",
         "platform_presets",

@@ -22,7 +22,7 @@ from piper_kernels.dist.topology import Topology
 from piper_kernels.dist.traffic import Prediction, choose
 from piper_kernels.dist.traffic_tasks import Traffic
 from piper_kernels.errors import ConfigError, PlanError, require
-from piper_kernels.pipeline.layer_work import LayerWork
+from piper_kernels.pipeline.model_description import Experts
 from piper_kernels.pipeline.platform import Platform
 
 CHUNK_OPTIONS = (1, 2, 4, 8)
@@ -106,21 +106,29 @@ class ExchangePrices:
         self.chunk_options = chunk_options
         self._price = functools.cache(self._price_once)
 
-    def imbalance(self, layer: LayerWork, ep_size: int) -> float:
-        """Rows of the busiest rank over the mean, for a layer's experts."""
+    def imbalance(self, experts: Experts, ep_size: int) -> float:
+        """Rows of the busiest rank over the mean."""
         if self.load is None or ep_size == 1:
             # contiguous blocks of different length: the longest is the busiest
-            return math.ceil(layer.num_experts / ep_size) * ep_size / layer.num_experts
-        self._check_load(layer)
+            return math.ceil(experts.num_experts / ep_size) * ep_size / experts.num_experts
+        self._check_load(experts)
         return self.load.imbalance(ep_size)
 
     def price(
-        self, layer: LayerWork, *, ep_size: int, tp_size: int, num_tokens: int, expert_s: float
+        self,
+        experts: Experts,
+        *,
+        hidden_size: int,
+        ep_size: int,
+        tp_size: int,
+        num_tokens: int,
+        expert_s: float,
     ) -> ExchangeTime:
         """The fastest allowed exchange of a layer in bf16, dispatch and combine.
 
         Args:
-            layer: with experts.
+            experts: of the layer.
+            hidden_size: of the model.
             ep_size: P, ranks of the expert group, at most E.
             tp_size: ranks that share each token.
             num_tokens: T on each rank.
@@ -129,10 +137,10 @@ class ExchangePrices:
         Raises:
             PlanError: more ranks than experts.
         """
-        requirement = f"be at most the {layer.num_experts} experts"
-        fits = ep_size <= layer.num_experts
+        requirement = f"be at most the {experts.num_experts} experts"
+        fits = ep_size <= experts.num_experts
         require(fits, "ExchangePrices.price", "ep_size", requirement, ep_size, error=PlanError)
-        sizes = (layer.hidden_size, layer.num_experts, layer.top_k)
+        sizes = (hidden_size, experts.num_experts, experts.top_k)
         # experts to four digits: prices of almost equal settings are shared
         return self._price(sizes, ep_size, tp_size, num_tokens, float(f"{expert_s:.3e}"))
 
@@ -185,11 +193,11 @@ class ExchangePrices:
             node_rows=np.tile(reach(on_node), shape),
         )
 
-    def _check_load(self, layer: LayerWork) -> None:
+    def _check_load(self, experts: Experts) -> None:
         assert self.load is not None
         given = len(self.load.shares)
-        if given != layer.num_experts:
+        if given != experts.num_experts:
             raise ConfigError(
-                f"plan: load must have one share for each of the {layer.num_experts} experts, got "
-                f"{given}. Record it on this model."
+                f"plan: load must have one share for each of the {experts.num_experts} experts, "
+                f"got {given}. Record it on this model."
             )

@@ -149,11 +149,15 @@ class Plan(StrictModel):
         fits = self.world_size == mesh.size
         _require(fits, "world_size", f"be {product}", self.world_size, remedy)
         _require(self.rank_order == RANK_ORDER, "rank_order", f"be {RANK_ORDER}", self.rank_order)
-        local = stages_per_rank(self.schedule)
-        count, given = mesh.pp * local, len(self.layers_per_stage)
+        given = len(self.layers_per_stage)
+        local, rest = stages_per_rank(self.schedule), 0
+        if self.schedule == "interleaved_1f1b":
+            # two stages a rank or more
+            local, rest = max(given // mesh.pp, local), given % mesh.pp
         stages = f"pp = {mesh.pp} ranks of {local} under {self.schedule}"
-        requirement = f"have {count} entries: {stages}"
-        _require(given == count, "layers_per_stage", requirement, given)
+        requirement = f"have {mesh.pp * local} entries: {stages}"
+        fits = given == mesh.pp * local and not rest
+        _require(fits, "layers_per_stage", requirement, given)
         reason = why_impossible(self.schedule, mesh.pp, self.num_microbatches)
         remedy = "Use more microbatches, or gpipe, which takes any number."
         if reason:

@@ -9,22 +9,16 @@ from piper_kernels.dist.traffic import predict
 from piper_kernels.dist.traffic_tasks import Traffic
 from piper_kernels.errors import ConfigError, PlanError
 from piper_kernels.pipeline.exchange_time import ExchangePrices, ExpertLoad
-from piper_kernels.pipeline.layer_work import AttentionWork, LayerWork
+from piper_kernels.pipeline.model_description import Experts, FeedForward
 from piper_kernels.pipeline.platform_presets import load_platform
 
 FRONTIER = load_platform("frontier")
-LAYER = LayerWork(
-    hidden_size=1024,
-    attention=AttentionWork(num_heads=8, qk_dim=128, v_dim=128, projections=((1024, 1024),)),
-    num_experts=32,
-    top_k=2,
-    expert_size=512,
-)
+EXPERTS = Experts(num_experts=32, top_k=2, network=FeedForward(intermediate_size=512))
 
 
 def price(prices: ExchangePrices, **changes: float):
-    fields = {"ep_size": 16, "tp_size": 1, "num_tokens": 4096, "expert_s": 0.0}
-    return prices.price(LAYER, **{**fields, **changes})
+    fields = {"hidden_size": 1024, "ep_size": 16, "tp_size": 1, "num_tokens": 4096, "expert_s": 0.0}
+    return prices.price(EXPERTS, **{**fields, **changes})
 
 
 def test_price_is_the_traffic_models() -> None:
@@ -69,21 +63,21 @@ def test_price_under_tensor_parallelism_sends_each_row_once() -> None:
 def test_imbalance_of_given_loads() -> None:
     shares = [1.0] * 31 + [33.0]
     prices = ExchangePrices(FRONTIER, load=ExpertLoad.from_counts(shares))
-    assert prices.imbalance(LAYER, 16) == pytest.approx(34 / 64 * 16)
-    assert prices.imbalance(LAYER, 1) == 1.0
+    assert prices.imbalance(EXPERTS, 16) == pytest.approx(34 / 64 * 16)
+    assert prices.imbalance(EXPERTS, 1) == 1.0
     assert price(prices).visible_s > price(ExchangePrices(FRONTIER)).visible_s
 
 
 def test_imbalance_of_uneven_blocks() -> None:
     # 32 experts on 12 ranks: some hold 3, the mean is 2.67
-    assert ExchangePrices(FRONTIER).imbalance(LAYER, 12) == pytest.approx(3 * 12 / 32)
+    assert ExchangePrices(FRONTIER).imbalance(EXPERTS, 12) == pytest.approx(3 * 12 / 32)
 
 
 def test_even_shares_price_like_a_balanced_routing() -> None:
     even = ExchangePrices(FRONTIER, load=ExpertLoad.from_counts([5] * 32))
     balanced = ExchangePrices(FRONTIER)
     assert price(even).visible_s == pytest.approx(price(balanced).visible_s, rel=0.02)
-    assert even.imbalance(LAYER, 16) == pytest.approx(1.0)
+    assert even.imbalance(EXPERTS, 16) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +92,7 @@ def test_expert_load_refuses_what_is_no_load(counts: list[float], match: str) ->
 def test_expert_load_must_fit_the_layer() -> None:
     prices = ExchangePrices(FRONTIER, load=ExpertLoad.from_counts([1, 2]))
     with pytest.raises(ConfigError, match="one share for each of the 32 experts, got 2"):
-        prices.imbalance(LAYER, 16)
+        prices.imbalance(EXPERTS, 16)
 
 
 def test_rank_shares_sum_to_one() -> None:

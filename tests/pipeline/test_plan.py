@@ -67,6 +67,10 @@ def test_plan_digests_are_stable() -> None:
             r"world_size must be pp \* dp \* ep \* tp = 4 \* 1 \* 4 \* 1 = 16, got 24",
         ),
         ({"layers_per_stage": (16, 16)}, r"4 entries: pp = 4 ranks of 1 under 1f1b, got 2"),
+        (
+            {"schedule": "interleaved_1f1b", "layers_per_stage": (4,) * 9},
+            r"8 entries: pp = 4 ranks of 2 under interleaved_1f1b, got 9",
+        ),
         ({"schedule": "zbv"}, r"8 entries: pp = 4 ranks of 2 under zbv, got 4"),
         ({"num_microbatches": 3}, r"1f1b needs at least as many .* 3 < 4\. Use more microbatches"),
         ({"rank_order": ("pp", "ep", "dp", "tp")}, "rank_order must be"),
@@ -104,6 +108,11 @@ def test_plan_words_what_is_wrong_in_a_file(old: str, new: str, match: str) -> N
     assert old in text
     with pytest.raises(ConfigError, match=match):
         Plan.from_json(text.replace(old, new), source="small.json")
+
+
+def test_plan_interleaves_any_number_of_stages() -> None:
+    three = plan(schedule="interleaved_1f1b", layers_per_stage=(2,) * 12)
+    assert three.num_layers == 24
 
 
 def test_plan_counts_its_batch() -> None:
