@@ -32,7 +32,8 @@ def balance_layers(
     requirement = f"be at least the {num_stages} stages"
     fits = 1 <= num_stages <= num_layers
     require(fits, "balance_layers", "num_layers", requirement, num_layers, error=PlanError)
-    low, high = 0.0, sum(layer_s) + first_s + last_s
+    # a little more than all, against rounding
+    low, high = 0.0, (sum(layer_s) + first_s + last_s) * (1 + 1e-9)
     best = _fill(layer_s, num_stages, first_s, last_s, high)
     assert best is not None, f"all layers fit into {high} seconds"
     for _ in range(50):
