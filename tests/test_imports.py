@@ -50,6 +50,7 @@ PURE_PIPELINE = {
         "schedule_orders",
         "schedule_grid",
         "timeline",
+        "search_space",
         "strategy",
         "step_time",
         "layer_split",

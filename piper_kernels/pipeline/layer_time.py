@@ -112,7 +112,7 @@ def layer_time(
     recompute: Terms = {}
     if setting.checkpointing == "full":
         recompute = {f"{name} again": seconds for name, seconds in forward.items()}
-    elif setting.checkpointing == "selective" and not setting.is_attention_fused:
+    elif setting.checkpointing == "selective":
         recompute = {"attention again": forward["attention"]}
     return LayerTime(
         forward=forward,

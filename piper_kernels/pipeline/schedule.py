@@ -28,6 +28,7 @@ __all__ = [
     "live_microbatches",
     "make_schedule",
     "peak_live",
+    "stage_owners",
     "stages_per_rank",
     "why_impossible",
 ]
@@ -99,13 +100,11 @@ def make_schedule(
     fits = num_local == usual or (name == "interleaved_1f1b" and num_local >= 1)
     requirement = f"be {usual} under {name}"
     require(fits, "make_schedule", "num_local", requirement, num_local, error=PlanError)
-    stages = range(num_ranks * num_local)
-    is_v = name in V_SHAPED
     return Schedule(
         name=name,
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
-        stage_to_rank=tuple(_rank_of(stage, num_ranks, is_v=is_v) for stage in stages),
+        stage_to_rank=stage_owners(name, num_ranks, num_local),
         steps=tuple(
             tuple(_order(name, rank, num_ranks, num_local, num_microbatches))
             for rank in range(num_ranks)
@@ -129,10 +128,15 @@ def _order(
             return dual_pipe_v(rank, num_ranks, num_microbatches)
 
 
-def _rank_of(stage: int, num_ranks: int, *, is_v: bool) -> int:
-    """Round after round; on a V the second round runs backwards."""
-    turn, position = divmod(stage, num_ranks)
-    return num_ranks - 1 - position if is_v and turn % 2 else position
+def stage_owners(name: ScheduleName, num_ranks: int, num_local: int) -> tuple[int, ...]:
+    """Which rank runs each stage: round after round; on a V the second round runs backwards.
+
+    Example:
+        >>> stage_owners("interleaved_1f1b", 2, 2), stage_owners("zbv", 2, 2)
+        ((0, 1, 0, 1), (0, 1, 1, 0))
+    """
+    down = tuple(range(num_ranks))
+    return down + down[::-1] if name in V_SHAPED else down * num_local
 
 
 def live_microbatches(schedule: Schedule) -> tuple[int, ...]:

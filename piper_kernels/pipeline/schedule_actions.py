@@ -42,7 +42,7 @@ class Step(NamedTuple):
         return names if len(self.actions) == 1 else f"({names})OVERLAP_F_B"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
     """What every rank of a pipeline does, in order. Idle time is not part of it.
 

@@ -102,7 +102,8 @@ class StepModel:
 
     def bound_s(self, strategy: Strategy) -> float:
         """Seconds that the step cannot go below, without playing it out."""
-        return step_bound_s(strategy.actions, self.stage_times(strategy))
+        stages = self.stage_times(strategy)
+        return step_bound_s(strategy.schedule, strategy.pp, strategy.num_microbatches, stages)
 
     def layer_time(self, layer: Layer, strategy: Strategy) -> LayerTime:
         """One layer under a strategy."""
@@ -129,12 +130,17 @@ class StepModel:
         fits = given == num_layers
         require(fits, "plan", "layers_per_stage", requirement, given, error=PlanError)
         kinds = {layer: self.layer_time(layer, strategy).passes() for layer in self._kinds[-1]}
+        seen: dict[tuple[object, ...], StageTime] = {}
         stages, first = [], 0
         num_stages = len(strategy.layers_per_stage)
         for index, count in enumerate(strategy.layers_per_stage):
             end = first + count
             ends = (index == 0, index == num_stages - 1)
-            stages.append(self._stage(strategy, kinds, first, end, *ends))
+            # stages of the same layers are equal: most are
+            occurs = tuple(self._kinds[end][kind] - self._kinds[first][kind] for kind in kinds)
+            if (occurs, ends) not in seen:
+                seen[occurs, ends] = self._stage(strategy, kinds, first, end, *ends)
+            stages.append(seen[occurs, ends])
             first = end
         return stages
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from piper_kernels.errors import PlanError, require
+from piper_kernels.pipeline.schedule import ScheduleName, stage_owners
 from piper_kernels.pipeline.schedule_actions import Action, Pass, Schedule, Step
 
 
@@ -167,38 +168,37 @@ def step_seconds(schedule: Schedule, stages: Sequence[StageTime]) -> float:
     return max(last[rank] + _finish_s(schedule, stages, rank) for rank in last)
 
 
-def step_bound_s(schedule: Schedule, stages: Sequence[StageTime]) -> float:
-    """Seconds below which a schedule cannot go, without playing it out.
+def step_bound_s(
+    name: ScheduleName, num_ranks: int, num_microbatches: int, stages: Sequence[StageTime]
+) -> float:
+    """Seconds below which a schedule cannot go, without its action lists.
 
     A rank waits until a forward reaches its first stage, then does its own work. Where backwards
     are whole, its last gradient then travels back to the first stage. With equal stages and free
     sends this is what GPipe and 1F1B take.
 
     Example:
-        >>> from piper_kernels.pipeline.schedule import make_schedule
         >>> half = PassTime(compute_s=1.0)
         >>> stage = StageTime(forward=half, backward_input=half, backward_weight=half)
-        >>> step_bound_s(make_schedule("1f1b", 2, 4), [stage, stage])
+        >>> step_bound_s("1f1b", 2, 4, [stage, stage])
         15.0
     """
-    is_paired, is_whole = schedule.name == "dualpipev", schedule.name not in ("zbv", "dualpipev")
-    first_finish = _finish_s(schedule, stages, 0)
-    bounds = []
-    for rank in range(schedule.num_ranks):
-        own = schedule.stages_of(rank)
-        ahead = stages[: own[0]]
-        reach = sum(stage.forward.seconds for stage in ahead)
+    is_paired, is_whole = name == "dualpipev", name not in ("zbv", "dualpipev")
+    owners = stage_owners(name, num_ranks, len(stages) // num_ranks)
+    work, finish = [0.0] * num_ranks, [0.0] * num_ranks
+    for owner, stage in zip(owners, stages, strict=True):
         # exchanges of a pair may hide altogether
-        each = [
-            stages[s].forward.compute_s + stages[s].backward.compute_s
-            if is_paired
-            else stages[s].busy_s
-            for s in own
-        ]
-        back = sum(stage.backward.seconds for stage in ahead) + first_finish if is_whole else 0.0
-        finish = _finish_s(schedule, stages, rank)
-        bounds.append(reach + schedule.num_microbatches * sum(each) + max(finish, back))
-    return max(bounds)
+        hidden = stage.forward.exchange_s + stage.backward.exchange_s if is_paired else 0.0
+        work[owner] += stage.busy_s - hidden
+        finish[owner] += stage.finish_s
+    reach, back, bound = 0.0, finish[0], 0.0
+    for rank in range(num_ranks):
+        end = max(finish[rank], back if is_whole else 0.0)
+        bound = max(bound, reach + num_microbatches * work[rank] + end)
+        # the first stage of rank r is stage r in every schedule
+        reach += stages[rank].forward.seconds
+        back += stages[rank].backward.seconds
+    return bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

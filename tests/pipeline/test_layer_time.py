@@ -100,12 +100,11 @@ def test_layer_time_full_checkpointing_repeats_the_forward() -> None:
     assert inputs.exchange_s == 2 * plain.exchange_s
 
 
-def test_layer_time_selective_checkpointing_repeats_the_square() -> None:
-    unfused = replace(SETTING, is_attention_fused=False, checkpointing="selective")
-    time = layer_time(DENSE, H, unfused, PRICES)
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_layer_time_selective_checkpointing_repeats_the_core(is_fused: bool) -> None:
+    setting = replace(SETTING, is_attention_fused=is_fused, checkpointing="selective")
+    time = layer_time(DENSE, H, setting, PRICES)
     assert time.recompute == {"attention again": time.forward["attention"]}
-    # fused attention has no square to keep, and computes it again anyway
-    assert not layer_time(DENSE, H, replace(SETTING, checkpointing="selective"), PRICES).recompute
 
 
 def test_layer_time_saving_x_computes_the_first_product_again() -> None:
