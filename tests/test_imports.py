@@ -40,7 +40,11 @@ PURE_PIPELINE = {
     f"pipeline.{m}"
     for m in (
         "attention_description",
+        "config_reader",
+        "model_by_hand",
+        "model_config",
         "model_description",
+        "model_families",
         "platform",
         "resource_model",
         "plan",

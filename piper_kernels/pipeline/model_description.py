@@ -180,7 +180,8 @@ class ModelDescription:
     Attributes:
         name: for people.
         family: Hugging Face's ``model_type``, or ``"piper"`` for one described by hand.
-        vocab_size: rows of the embedding and of the head.
+        vocab_size: rows of the embedding and of the head; 0 leaves both out, as papers do that
+            count layers only.
         hidden_size: H.
         layers: in order.
         norm: RMS norms, or layer norms with a shift (PhiMoE).
@@ -213,8 +214,8 @@ class ModelDescription:
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for size in ("vocab_size", "hidden_size"):
-            require_size("ModelDescription", size, getattr(self, size))
+        require_size("ModelDescription", "vocab_size", self.vocab_size, least=0)
+        require_size("ModelDescription", "hidden_size", self.hidden_size)
         fits = len(self.layers) > 0
         require(fits, "ModelDescription", "layers", "be at least one", len(self.layers))
         check_choice("ModelDescription", "norm", self.norm, NormKind)
