@@ -119,12 +119,13 @@ def search(
     found = _fitting(steps, peak_bytes, space, reasons)
     if not found.fitting:
         raise _infeasible(steps, peak_bytes, space, found, reasons)
+    num_fitting = len(found.fitting)
     best, front, num_simulated = _play_out(steps, found.fitting, num_best)
     return SearchResult(
         best=tuple(best),
         front=tuple(front),
         num_strategies=found.num_strategies,
-        num_fitting=len(found.fitting),
+        num_fitting=num_fitting,
         num_simulated=num_simulated,
         reasons=tuple(reasons.most_common()),
         nearest=found.nearest,
