@@ -18,6 +18,7 @@ from piper_kernels.errors import PiperError, did_you_mean
 # name -> (module, one line of help)
 COMMANDS = {
     "train": ("piper_kernels.train.command", "train a Mixture-of-Experts language model"),
+    "plan": ("piper_kernels.pipeline.plan_command", "plan a run: what fits, how fast, and why"),
     "doctor": ("piper_kernels.doctor", "say what is installed and which backend would run"),
 }
 

@@ -53,7 +53,6 @@ PURE_PIPELINE = {
         "schedule_actions",
         "schedule_orders",
         "schedule_grid",
-        "timeline",
         "search_space",
         "strategy",
         "step_time",

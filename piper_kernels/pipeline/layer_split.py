@@ -3,6 +3,8 @@
 Pure: no torch, no process group.
 """
 
+import bisect
+import itertools
 from collections.abc import Sequence
 
 from piper_kernels.errors import PlanError, require
@@ -33,12 +35,13 @@ def balance_layers(
     fits = 1 <= num_stages <= num_layers
     require(fits, "balance_layers", "num_layers", requirement, num_layers, error=PlanError)
     # a little more than all, against rounding
-    low, high = 0.0, (sum(layer_s) + first_s + last_s) * (1 + 1e-9)
-    best = _fill(layer_s, num_stages, first_s, last_s, high)
+    sums = [0.0, *itertools.accumulate(layer_s)]
+    low, high = 0.0, (sums[-1] + first_s + last_s) * (1 + 1e-9)
+    best = _fill(sums, num_stages, first_s, last_s, high)
     assert best is not None, f"all layers fit into {high} seconds"
-    for _ in range(50):
+    while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        split = _fill(layer_s, num_stages, first_s, last_s, middle)
+        split = _fill(sums, num_stages, first_s, last_s, middle)
         if split is None:
             low = middle
         else:
@@ -47,19 +50,16 @@ def balance_layers(
 
 
 def _fill(
-    layer_s: Sequence[float], num_stages: int, first_s: float, last_s: float, limit: float
+    sums: list[float], num_stages: int, first_s: float, last_s: float, limit: float
 ) -> tuple[int, ...] | None:
     """Fill stages from the last one on up to ``limit``; ``None`` if layers are left over."""
-    counts, left = [], len(layer_s)
+    counts, left = [], len(sums) - 1
     for stage in reversed(range(num_stages)):
         extra = (first_s if stage == 0 else 0.0) + (last_s if stage == num_stages - 1 else 0.0)
-        weight, count = extra, 0
-        # stages in front need a layer each
-        while left > stage and (count == 0 or weight + layer_s[left - 1] <= limit):
-            left -= 1
-            count += 1
-            weight += layer_s[left]
-        if weight > limit:
+        if sums[left] - sums[left - 1] + extra > limit:
             return None
-        counts.append(count)
+        # stages in front need a layer each
+        start = bisect.bisect_left(sums, sums[left] + extra - limit, stage, left - 1)
+        counts.append(left - start)
+        left = start
     return tuple(reversed(counts)) if left == 0 else None

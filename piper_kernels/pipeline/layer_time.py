@@ -34,7 +34,6 @@ class LayerSetting:
         seq_len: tokens of each.
         ep_size: ranks of the expert group.
         tp_size: ranks that share each token.
-        world_size: of the job.
         checkpointing: which activations are recomputed: nothing, the attention square, the layer.
         experts_save: what the experts keep.
         is_attention_fused: whether attention keeps its square on the chip.
@@ -45,7 +44,6 @@ class LayerSetting:
     seq_len: int
     ep_size: int = 1
     tp_size: int = 1
-    world_size: int = 1
     checkpointing: Checkpointing = "none"
     experts_save: Save = "preact"
     is_attention_fused: bool = True
@@ -199,8 +197,8 @@ class _Work:
         setting, experts = self.setting, self.layer.experts
         if setting.tp_size == 1:
             return {}, {}, {}
-        world_size = max(setting.world_size, setting.tp_size)
-        group = Group(size=setting.tp_size, stride=1, world_size=world_size)
+        # the innermost axis: always inside a node
+        group = Group(size=setting.tp_size, stride=1, world_size=setting.tp_size)
         num_bytes = 2.0 * setting.num_tokens * self.hidden_size
         is_exchanged = experts is not None and setting.ep_size > 1 and experts.shared is None
         sums = 1 if is_exchanged else 2

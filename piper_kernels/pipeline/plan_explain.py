@@ -118,9 +118,8 @@ def _layer_lines(time: LayerTime) -> list[str]:
 
 
 def _step_lines(steps: StepModel, strategy: Strategy, step: StepTime) -> list[str]:
-    last = strategy.layers_per_stage[-1]
-    num_layers = steps.model.num_layers
-    finish = steps.finish_terms(strategy, num_layers - last, num_layers, strategy.pp == 1, True)
+    *_, last = steps.layers.stages(strategy.layers_per_stage)
+    finish = steps.finish_terms(strategy, last)
     head = [
         sum(terms.get(name, 0.0) for terms in steps.head_terms(strategy))
         for name in ("head", "loss")

@@ -19,6 +19,9 @@ from piper_kernels.pipeline.search_space import SearchSpace, valid_strategies
 from piper_kernels.pipeline.step_time import StepModel
 from piper_kernels.pipeline.strategy import Strategy
 
+# beyond this, saving memory costs more than it is worth
+FRONT_SLACK = 1.25
+
 # peak bytes of each pipeline rank, ``[pp]``
 PeakBytes = Callable[[Strategy], Sequence[float]]
 
@@ -82,21 +85,18 @@ class SearchResult:
 
     Attributes:
         best: the fastest that fit, fastest first.
-        front: those for which nothing is both smaller and faster, fastest first.
-        num_strategies: that can run.
-        num_fitting: of them, that fit into memory.
-        num_simulated: of them, that had to be played out.
+        front: at most ``FRONT_SLACK`` times slower than the best, and nothing is both smaller and
+            faster; fastest first.
+        num_seen: strategies whose memory was looked at; all others are slower than the front.
+        num_simulated: of them, those that had to be played out.
         reasons: how often each rule excluded something, most frequent first.
-        nearest: of those that do not fit, the one that lacks least; ``None`` if all fit.
     """
 
     best: tuple[Ranked, ...]
     front: tuple[Ranked, ...]
-    num_strategies: int
-    num_fitting: int
+    num_seen: int
     num_simulated: int
     reasons: tuple[tuple[str, int], ...]
-    nearest: TooLarge | None
 
 
 def search(
@@ -116,19 +116,16 @@ def search(
     """
     steps.platform.check_reach(space.num_gpus)
     reasons: Counter[str] = Counter()
-    found = _fitting(steps, peak_bytes, space, reasons)
-    if not found.fitting:
+    found = _best_first(steps, peak_bytes, space, num_best, reasons)
+    if not found.played:
         raise _infeasible(steps, peak_bytes, space, found, reasons)
-    num_fitting = len(found.fitting)
-    best, front, num_simulated = _play_out(steps, found.fitting, num_best)
+    played = sorted(found.played, key=lambda one: (one.step_s, one.most_bytes))
     return SearchResult(
-        best=tuple(best),
-        front=tuple(front),
-        num_strategies=found.num_strategies,
-        num_fitting=num_fitting,
-        num_simulated=num_simulated,
+        best=tuple(played[:num_best]),
+        front=_front(played),
+        num_seen=found.num_seen,
+        num_simulated=len(played),
         reasons=tuple(reasons.most_common()),
-        nearest=found.nearest,
     )
 
 
@@ -159,89 +156,114 @@ def exchange_of(steps: StepModel, strategy: Strategy) -> Exchange:
 
 @dataclass(kw_only=True, slots=True)
 class _Found:
-    """Strategies that can run, sorted by whether they fit."""
+    """What the search has seen so far.
 
-    fitting: list[tuple[float, int, Ranked]]
+    Attributes:
+        played: strategies that fit and were played out.
+        times: of the fastest of them, rising.
+        nearest: of those that do not fit, the one that lacks least.
+        num_seen: strategies looked at beyond their first bound.
+    """
+
+    played: list[Ranked]
+    times: list[float]
     nearest: TooLarge | None = None
-    num_strategies: int = 0
+    num_seen: int = 0
+
+    def could_matter(self, bound_s: float, most_bytes: float, num_best: int) -> bool:
+        """Whether one that takes ``bound_s`` or more can be among the best, or on the front."""
+        if len(self.times) < num_best or bound_s < self.times[-1]:
+            return True
+        if bound_s > FRONT_SLACK * self.times[0]:
+            return False
+        return not any(
+            one.step_s <= bound_s and one.most_bytes <= most_bytes for one in self.played
+        )
 
 
-def _fitting(
-    steps: StepModel, peak_bytes: PeakBytes, space: SearchSpace, reasons: Counter[str]
+def _best_first(
+    steps: StepModel,
+    peak_bytes: PeakBytes,
+    space: SearchSpace,
+    num_best: int,
+    reasons: Counter[str],
 ) -> _Found:
-    """Check the memory of each strategy; bounds stand in for times."""
-    found = _Found(fitting=[])
-    available = float(steps.platform.device.usable_bytes)
-    for even in valid_strategies(steps.model, steps.platform, space, reasons):
-        for strategy in _splits(steps, even):
-            found.num_strategies += 1
-            peaks = tuple(peak_bytes(strategy))
-            most = max(peaks)
-            if most <= available:
-                bound = steps.bound_s(strategy)
-                ranked = Ranked(strategy=strategy, step_s=bound, peak_bytes=peaks)
-                found.fitting.append((bound, found.num_strategies, ranked))
-                continue
-            reasons["memory: the fullest rank exceeds the GPU"] += 1
-            if found.nearest is None or most < found.nearest.needed_bytes:
-                found.nearest = TooLarge(
-                    strategy=strategy,
-                    rank=peaks.index(most),
-                    needed_bytes=most,
-                    available_bytes=available,
-                )
+    """Look at strategies in the order of their bounds: first a coarse one, then a closer one."""
+    strategies = valid_strategies(steps.model, steps.platform, space, reasons)
+    # (bound, order, strategy, whether the bound is the closer one)
+    heap = [(steps.coarse_bound_s(s), i, s, False) for i, s in enumerate(strategies)]
+    heapq.heapify(heap)
+    found, order = _Found(played=[], times=[]), len(heap)
+    splits: dict[object, tuple[int, ...]] = {}
+    while heap:
+        bound, _, strategy, is_close = heapq.heappop(heap)
+        if not found.could_matter(bound, 0.0, num_best):
+            break
+        if is_close:
+            _look_at(steps, peak_bytes, strategy, bound, found, num_best, reasons)
+            continue
+        for one in _splits(steps, strategy, splits):
+            order += 1
+            heapq.heappush(heap, (max(bound, steps.bound_s(one)), order, one, True))
     return found
 
 
-def _splits(steps: StepModel, even: Strategy) -> list[Strategy]:
+def _look_at(
+    steps: StepModel,
+    peak_bytes: PeakBytes,
+    strategy: Strategy,
+    bound_s: float,
+    found: _Found,
+    num_best: int,
+    reasons: Counter[str],
+) -> None:
+    """Check one strategy's memory, and play it out if it fits and can matter."""
+    available = float(steps.platform.device.usable_bytes)
+    peaks = tuple(peak_bytes(strategy))
+    most = max(peaks)
+    found.num_seen += 1
+    if most > available:
+        reasons["memory: the fullest rank exceeds the GPU"] += 1
+        if found.nearest is None or most < found.nearest.needed_bytes:
+            found.nearest = TooLarge(
+                strategy=strategy,
+                rank=peaks.index(most),
+                needed_bytes=most,
+                available_bytes=available,
+            )
+        return
+    if found.could_matter(bound_s, most, num_best):
+        seconds = steps.seconds(strategy)
+        found.played.append(Ranked(strategy=strategy, step_s=seconds, peak_bytes=peaks))
+        found.times = sorted([*found.times, seconds])[:num_best]
+
+
+def _front(played: Sequence[Ranked]) -> tuple[Ranked, ...]:
+    """Of strategies sorted by time, those that nothing beats in time and memory."""
+    front: list[Ranked] = []
+    for one in played:
+        is_quick = one.step_s <= FRONT_SLACK * played[0].step_s
+        if is_quick and (not front or one.most_bytes < front[-1].most_bytes):
+            front.append(one)
+    return tuple(front)
+
+
+def _splits(
+    steps: StepModel, even: Strategy, seen: dict[object, tuple[int, ...]]
+) -> list[Strategy]:
     """The even split, and that which balances what stages take, if it is another."""
     if even.pp == 1:
         return [even]
-    seconds = {
-        layer: sum(p.seconds for p in steps.layer_time(layer, even).passes())
-        for layer in dict.fromkeys(steps.model.layers)
-    }
-    head = sum(sum(terms.values()) for terms in steps.head_terms(even))
-    split = balance_layers(
-        [seconds[layer] for layer in steps.model.layers],
-        len(even.layers_per_stage),
-        first_s=2 * steps.embedding_s(even),
-        last_s=head,
-    )
-    return (
-        [even]
-        if split == even.layers_per_stage
-        else [
-            even,
-            replace(even, layers_per_stage=split),
-        ]
-    )
-
-
-def _play_out(
-    steps: StepModel, fitting: list[tuple[float, int, Ranked]], num_best: int
-) -> tuple[list[Ranked], list[Ranked], int]:
-    """The best and the front, simulating only what could be one or the other."""
-    heapq.heapify(fitting)
-    played: list[Ranked] = []
-    times: list[float] = []
-    while fitting:
-        bound, _, ranked = heapq.heappop(fitting)
-        in_best = len(times) < num_best or bound < times[num_best - 1]
-        is_dominated = any(
-            other.step_s <= bound and other.most_bytes <= ranked.most_bytes for other in played
-        )
-        if not in_best and is_dominated:
-            continue
-        one = replace(ranked, step_s=steps.seconds(ranked.strategy))
-        played.append(one)
-        times = sorted([*times, one.step_s])[:num_best]
-    played.sort(key=lambda one: (one.step_s, one.most_bytes))
-    front: list[Ranked] = []
-    for one in played:
-        if not front or one.most_bytes < front[-1].most_bytes:
-            front.append(one)
-    return played[:num_best], front, len(played)
+    num_stages = len(even.layers_per_stage)
+    key = (num_stages, even.ep, even.tp, even.microbatch_size, even.checkpointing)
+    if key not in seen:
+        head = sum(sum(terms.values()) for terms in steps.head_terms(even))
+        lookup = 2 * steps.embedding_s(even)
+        seconds = steps.layer_seconds(even)
+        seen[key] = balance_layers(seconds, num_stages, first_s=lookup, last_s=head)
+    if seen[key] == even.layers_per_stage:
+        return [even]
+    return [even, replace(even, layers_per_stage=seen[key])]
 
 
 def _infeasible(
@@ -261,7 +283,7 @@ def _infeasible(
     else:
         needed, available = nearest.needed_bytes / 2**30, nearest.available_bytes / 2**30
         lines.append(
-            f"{found.num_strategies} can run, none fits. The nearest is {nearest.strategy.name}: "
+            f"{found.num_seen} can run, none fits. The nearest is {nearest.strategy.name}: "
             f"memory of rank {nearest.rank}: needed {needed:.1f} GiB, "
             f"available {available:.1f} GiB."
         )

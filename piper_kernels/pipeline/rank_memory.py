@@ -10,12 +10,13 @@ import functools
 from dataclasses import dataclass
 
 from piper_kernels.pipeline.exchange_time import ExchangePrices
+from piper_kernels.pipeline.layer_kinds import LayerKinds
 from piper_kernels.pipeline.memory_settings import (
     ActivationRules,
     MemorySettings,
     OptimizerRules,
 )
-from piper_kernels.pipeline.model_description import Layer, ModelDescription
+from piper_kernels.pipeline.model_description import ModelDescription
 from piper_kernels.pipeline.schedule import ScheduleName, make_schedule, stage_owners
 from piper_kernels.pipeline.schedule_actions import Step
 from piper_kernels.pipeline.schedule_orders import num_rounds
@@ -92,7 +93,8 @@ class RankMemory:
     def __init__(self, model: ModelDescription, prices: ExchangePrices) -> None:
         self.model = model
         self.prices = prices
-        self._stages: dict[tuple[object, ...], StageMemory] = {}
+        self._layers = LayerKinds(model)
+        self._stages: dict[object, dict[object, StageMemory]] = {}
 
     def settings(self, strategy: Strategy) -> MemorySettings:
         """The memory model's settings of a strategy."""
@@ -118,16 +120,17 @@ class RankMemory:
 
     def stages(self, strategy: Strategy) -> list[StageMemory]:
         """``[num_stages]`` memory of each stage on one of its ranks."""
-        settings, first, found = self.settings(strategy), 0, []
-        last = self.model.num_layers
-        for count in strategy.layers_per_stage:
-            end = first + count
-            kinds: tuple[Layer, ...] = self.model.layers[first:end]
-            key = (hash(kinds), count, first == 0, end == last, settings)
-            if key not in self._stages:
-                self._stages[key] = stage_memory(self.model, range(first, end), settings)
-            found.append(self._stages[key])
-            first = end
+        s, found = strategy, []
+        sizes = (s.microbatch_size, s.seq_len, s.dp, s.ep, s.tp, s.checkpointing, s.experts_save)
+        rest = (s.optimizer, s.is_optimizer_sharded, s.is_attention_fused, s.is_sequence_parallel)
+        # hashing settings each time would take longer than the look-up
+        known = self._stages.setdefault((sizes, rest), {})
+        for layers in self._layers.stages(strategy.layers_per_stage):
+            key = (layers.counts, layers.is_first, layers.is_last)
+            if key not in known:
+                own = range(layers.first, layers.end)
+                known[key] = stage_memory(self.model, own, self.settings(strategy))
+            found.append(known[key])
         return found
 
     def live(self, strategy: Strategy) -> tuple[int, ...]:

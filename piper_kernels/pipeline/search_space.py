@@ -166,7 +166,11 @@ def valid_strategies(
                 product = f"dp * ep * microbatch_size = {mesh.dp} * {mesh.ep} * {size}"
                 reasons[f"global_batch = {space.global_batch} is no multiple of {product}"] += 1
                 continue
-            for name, kept in itertools.product(space.schedules, space.checkpointing):
+            # one rank has no pipeline: all schedules are the same
+            names = space.schedules
+            if mesh.pp == 1:
+                names = ("1f1b",) if "1f1b" in names else names[:1]
+            for name, kept in itertools.product(names, space.checkpointing):
                 reason = _why_no_schedule(model, name, mesh.pp, count)
                 if reason:
                     reasons[reason] += 1
@@ -190,9 +194,6 @@ def valid_strategies(
 
 
 def _why_no_schedule(model: ModelDescription, name: ScheduleName, pp: int, count: int) -> str:
-    if pp == 1 and name != "1f1b":
-        # one rank has no pipeline: all schedules are the same
-        return f"{name} is no different from 1f1b on one pipeline rank"
     num_stages = pp * stages_per_rank(name)
     if num_stages > model.num_layers:
         return f"{name} has {num_stages} stages for {model.num_layers} layers"

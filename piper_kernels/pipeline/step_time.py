@@ -3,13 +3,13 @@
 Pure: no torch, no process group. Letters: H hidden_size, M microbatches.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 from piper_kernels.errors import PlanError, require
 from piper_kernels.pipeline.collective_time import Group, all_reduce_s, send_s
 from piper_kernels.pipeline.device_time import gemm_time, traffic_s
 from piper_kernels.pipeline.exchange_time import ExchangePrices
+from piper_kernels.pipeline.layer_kinds import LayerKinds, StageLayers
 from piper_kernels.pipeline.layer_time import LayerSetting, LayerTime, Terms, layer_time
 from piper_kernels.pipeline.model_description import Layer, ModelDescription
 from piper_kernels.pipeline.plan import OptimizerKind
@@ -79,9 +79,8 @@ class StepModel:
         self.model = model
         self.prices = prices
         self.platform = prices.platform
-        self._layers: dict[tuple[Layer, LayerSetting], LayerTime] = {}
-        # how often each different layer occurs, for any run of layers
-        self._kinds = [Counter(model.layers[:end]) for end in range(model.num_layers + 1)]
+        self._times: dict[tuple[object, ...], LayerTime] = {}
+        self.layers = LayerKinds(model)
         parameters = [model.layer_parameters(i) for i in range(model.num_layers)]
         self._replicated = _prefix_sums([each.replicated for each in parameters])
         self._experts = _prefix_sums([each.experts for each in parameters])
@@ -105,23 +104,49 @@ class StepModel:
         stages = self.stage_times(strategy)
         return step_bound_s(strategy.schedule, strategy.pp, strategy.num_microbatches, stages)
 
+    def coarse_bound_s(self, strategy: Strategy) -> float:
+        """A lower bound that does not look at stages: the layers' work, shared evenly by all ranks.
+
+        Under DualPipeV exchanges may hide altogether.
+        """
+        work = 0.0
+        for kind, count in enumerate(self.layers.stage(0, self.model.num_layers).counts):
+            passes = self._kind_time(kind, strategy).passes()
+            is_paired = strategy.schedule == "dualpipev"
+            work += count * sum(p.compute_s if is_paired else p.seconds for p in passes)
+        return strategy.num_microbatches * work / strategy.pp
+
     def layer_time(self, layer: Layer, strategy: Strategy) -> LayerTime:
         """One layer under a strategy."""
-        setting = LayerSetting(
-            microbatch_size=strategy.microbatch_size,
-            seq_len=strategy.seq_len,
-            ep_size=strategy.ep,
-            tp_size=strategy.tp,
-            world_size=strategy.world_size,
-            checkpointing=strategy.checkpointing,
-            experts_save=strategy.experts_save,
-            is_attention_fused=strategy.is_attention_fused,
-            is_sequence_parallel=strategy.is_sequence_parallel,
-        )
-        key = (layer, setting)
-        if key not in self._layers:
-            self._layers[key] = layer_time(layer, self.model.hidden_size, setting, self.prices)
-        return self._layers[key]
+        return self._kind_time(self.layers.kinds.index(layer), strategy)
+
+    def _kind_time(self, kind: int, strategy: Strategy) -> LayerTime:
+        """One layer of a kind; hashing a layer each time would take longer than the look-up."""
+        s = strategy
+        sizes = (kind, s.microbatch_size, s.seq_len, s.ep, s.tp, s.checkpointing, s.experts_save)
+        key = (*sizes, s.is_attention_fused, s.is_sequence_parallel)
+        if key not in self._times:
+            setting = LayerSetting(
+                microbatch_size=s.microbatch_size,
+                seq_len=s.seq_len,
+                ep_size=s.ep,
+                tp_size=s.tp,
+                checkpointing=s.checkpointing,
+                experts_save=s.experts_save,
+                is_attention_fused=s.is_attention_fused,
+                is_sequence_parallel=s.is_sequence_parallel,
+            )
+            layer, hidden_size = self.layers.kinds[kind], self.model.hidden_size
+            self._times[key] = layer_time(layer, hidden_size, setting, self.prices)
+        return self._times[key]
+
+    def layer_seconds(self, strategy: Strategy) -> list[float]:
+        """``[num_layers]`` forward and backward of each layer."""
+        seconds = [
+            sum(p.seconds for p in self._kind_time(kind, strategy).passes())
+            for kind in range(len(self.layers.kinds))
+        ]
+        return [seconds[kind] for kind in self.layers.numbers]
 
     def stage_times(self, strategy: Strategy) -> list[StageTime]:
         """``[num_stages]`` seconds of each stage."""
@@ -129,54 +154,46 @@ class StepModel:
         requirement = f"be the model's {num_layers} layers in all"
         fits = given == num_layers
         require(fits, "plan", "layers_per_stage", requirement, given, error=PlanError)
-        kinds = {layer: self.layer_time(layer, strategy).passes() for layer in self._kinds[-1]}
+        count = len(self.layers.kinds)
+        kinds = [self._kind_time(kind, strategy).passes() for kind in range(count)]
         seen: dict[tuple[object, ...], StageTime] = {}
-        stages, first = [], 0
-        num_stages = len(strategy.layers_per_stage)
-        for index, count in enumerate(strategy.layers_per_stage):
-            end = first + count
-            ends = (index == 0, index == num_stages - 1)
+        stages = []
+        for layers in self.layers.stages(strategy.layers_per_stage):
             # stages of the same layers are equal: most are
-            occurs = tuple(self._kinds[end][kind] - self._kinds[first][kind] for kind in kinds)
-            if (occurs, ends) not in seen:
-                seen[occurs, ends] = self._stage(strategy, kinds, first, end, *ends)
-            stages.append(seen[occurs, ends])
-            first = end
+            key = (layers.counts, layers.is_first, layers.is_last)
+            if key not in seen:
+                seen[key] = self._stage(strategy, kinds, layers)
+            stages.append(seen[key])
         return stages
 
     def _stage(
         self,
         strategy: Strategy,
-        kinds: dict[Layer, tuple[PassTime, PassTime, PassTime]],
-        first: int,
-        end: int,
-        is_first: bool,
-        is_last: bool,
+        kinds: list[tuple[PassTime, PassTime, PassTime]],
+        layers: StageLayers,
     ) -> StageTime:
-        """Layers ``first`` to ``end``, with the embedding before or the head behind them."""
+        """Some layers, with the embedding before or the head behind them."""
         compute, exchange = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-        before = self._kinds[first]
-        for layer, occurs in self._kinds[end].items():
-            count = occurs - before[layer]
-            for i, each in enumerate(kinds[layer] if count else ()):
+        for passes, count in zip(kinds, layers.counts, strict=True):
+            for i, each in enumerate(passes):
                 compute[i] += count * each.compute_s
                 exchange[i] += count * each.exchange_s
-        if is_first:
+        if layers.is_first:
             lookup = self.embedding_s(strategy)
             compute[0] += lookup
             compute[2] += lookup
-        if is_last:
+        if layers.is_last:
             for i, terms in enumerate(self.head_terms(strategy)):
                 compute[i] += sum(terms.values())
-        passes = [
+        forward, inputs, weights = (
             PassTime(compute_s=c, exchange_s=e) for c, e in zip(compute, exchange, strict=True)
-        ]
+        )
         return StageTime(
-            forward=passes[0],
-            backward_input=passes[1],
-            backward_weight=passes[2],
-            send_s=0.0 if is_last else self.boundary_s(strategy),
-            finish_s=sum(self.finish_terms(strategy, first, end, is_first, is_last).values()),
+            forward=forward,
+            backward_input=inputs,
+            backward_weight=weights,
+            send_s=0.0 if layers.is_last else self.boundary_s(strategy),
+            finish_s=sum(self.finish_terms(strategy, layers).values()),
         )
 
     def embedding_s(self, strategy: Strategy) -> float:
@@ -208,12 +225,11 @@ class StepModel:
         num_bytes = 2.0 * tokens * self.model.hidden_size / strategy.tp
         return send_s(self.platform, strategy.stage_width, strategy.world_size, num_bytes)
 
-    def finish_terms(
-        self, strategy: Strategy, first: int, end: int, is_first: bool, is_last: bool
-    ) -> Terms:
+    def finish_terms(self, strategy: Strategy, layers: StageLayers) -> Terms:
         """What a stage does once a step: reduce gradients in 16 bit, update its parameters."""
-        replicated = self._replicated[end] - self._replicated[first]
-        experts = self._experts[end] - self._experts[first]
+        is_first, is_last = layers.is_first, layers.is_last
+        replicated = self._replicated[layers.end] - self._replicated[layers.first]
+        experts = self._experts[layers.end] - self._experts[layers.first]
         model, world_size = self.model, strategy.world_size
         vocabulary = model.vocab_size * model.hidden_size
         replicated += vocabulary * (is_first + is_last)

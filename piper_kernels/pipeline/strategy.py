@@ -15,7 +15,7 @@ from piper_kernels.pipeline.plan import (
     Plan,
     Predicted,
 )
-from piper_kernels.pipeline.schedule import Schedule, ScheduleName, make_schedule
+from piper_kernels.pipeline.schedule import Schedule, ScheduleName, make_schedule, stage_owners
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +77,11 @@ class Strategy:
         """The schedule's action lists."""
         local = len(self.layers_per_stage) // self.pp
         return make_schedule(self.schedule, self.pp, self.num_microbatches, local)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """``[num_stages]`` the pipeline rank of each stage."""
+        return stage_owners(self.schedule, self.pp, len(self.layers_per_stage) // self.pp)
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ import pytest
 from piper_kernels.errors import PlanError
 from piper_kernels.pipeline.attention_description import GroupedAttention
 from piper_kernels.pipeline.exchange_time import ExchangePrices
+from piper_kernels.pipeline.layer_kinds import LayerKinds
 from piper_kernels.pipeline.model_description import (
     Experts,
     FeedForward,
@@ -27,6 +28,7 @@ MODEL = ModelDescription(
     name="m", family="piper", vocab_size=32000, hidden_size=1024, layers=(DENSE, *[MOE] * 7)
 )
 H100 = load_platform("h100").replace(price_per_gpu_hour=2.0)
+LAYERS = LayerKinds(MODEL)
 STEPS = StepModel(MODEL, ExchangePrices(H100))
 STRATEGY = Strategy(pp=4, ep=8, num_microbatches=8, seq_len=4096, layers_per_stage=(2, 2, 2, 2))
 
@@ -96,19 +98,19 @@ def test_predict_a_heavy_head_is_relieved_by_another_split() -> None:
 
 def test_finish_terms_reduce_what_is_replicated() -> None:
     # experts have no copies with dp = 1, attention has eight
-    terms = STEPS.finish_terms(STRATEGY, 0, 2, True, False)
+    terms = STEPS.finish_terms(STRATEGY, LAYERS.stage(0, 2))
     assert terms["reduce expert gradients"] == 0
     assert terms["reduce dense gradients"] > 0
-    alone = STEPS.finish_terms(replace(STRATEGY, ep=1), 0, 2, True, False)
+    alone = STEPS.finish_terms(replace(STRATEGY, ep=1), LAYERS.stage(0, 2))
     assert alone["reduce dense gradients"] == 0
-    sharded = STEPS.finish_terms(replace(STRATEGY, is_optimizer_sharded=True), 0, 2, True, False)
+    sharded = STEPS.finish_terms(replace(STRATEGY, is_optimizer_sharded=True), LAYERS.stage(0, 2))
     assert sharded["optimizer"] < terms["optimizer"]
 
 
 def test_finish_terms_tied_embeddings_meet_across_the_pipeline() -> None:
     tied = StepModel(replace(MODEL, has_tied_embeddings=True), ExchangePrices(H100))
     first, middle = (
-        tied.finish_terms(STRATEGY, 0, 2, is_first, False) for is_first in (True, False)
+        tied.finish_terms(STRATEGY, LAYERS.stage(first, first + 2)) for first in (0, 2)
     )
     assert first["reduce tied embedding"] > 0
     assert "reduce tied embedding" not in middle
