@@ -62,6 +62,7 @@ class GroupedAttention:
         has_output_bias: the output projection has one.
         qk_norm: RMS norm of queries and keys over one head (Qwen3) or all heads (OLMoE).
         has_sinks: a learnt logit per head that takes part in the softmax (gpt-oss).
+        has_partial_rotary: only a part of each head is rotated (GLM-4.5).
 
     Example:
         >>> GroupedAttention(num_heads=4, num_kv_heads=2, head_dim=8).num_parameters(32)
@@ -75,6 +76,7 @@ class GroupedAttention:
     has_output_bias: bool = False
     qk_norm: QkNorm = "none"
     has_sinks: bool = False
+    has_partial_rotary: bool = False
 
     def __post_init__(self) -> None:
         name = "GroupedAttention"
@@ -94,6 +96,11 @@ class GroupedAttention:
     def v_dim(self) -> int:
         """Width of one head's value."""
         return self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the rotary table."""
+        return self.head_dim // 2 if self.has_partial_rotary else self.head_dim
 
     @property
     def q_size(self) -> int:
@@ -183,6 +190,11 @@ class LatentAttention:
     def v_dim(self) -> int:
         """Width of one head's value."""
         return self.v_head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the rotary table."""
+        return self.qk_rope_head_dim
 
     @property
     def q_size(self) -> int:

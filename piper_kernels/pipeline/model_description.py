@@ -15,8 +15,8 @@ from piper_kernels.strict_model import digest_of
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 ELEMENT_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-# a scale, or a scale and a shift
-NormKind = Literal["rms", "layer"]
+# a scale; a scale that is applied in fp32 (gpt-oss); a scale and a shift (PhiMoE)
+NormKind = Literal["rms", "rms_fp32", "layer"]
 LayerKind = Literal["dense", "moe"]
 
 
@@ -81,6 +81,7 @@ class Experts:
         network: one expert.
         router: how logits become gates.
         has_router_bias: the router is affine (gpt-oss).
+        is_router_fp32: its product is in fp32 whatever the model's type (DeepSeek, GLM).
         has_correction_bias: a buffer of E, not a parameter, takes part in the choice
             (DeepSeek-V3).
         shared: what every token passes besides, or ``None``.
@@ -91,6 +92,7 @@ class Experts:
     network: FeedForward
     router: RouterKind = "softmax_topk"
     has_router_bias: bool = False
+    is_router_fp32: bool = False
     has_correction_bias: bool = False
     shared: SharedExperts | None = None
 
@@ -184,7 +186,7 @@ class ModelDescription:
             count layers only.
         hidden_size: H.
         layers: in order.
-        norm: RMS norms, or layer norms with a shift (PhiMoE).
+        norm: RMS norms, where the scale is applied, or layer norms.
         has_tied_embeddings: the head is the embedding's weight.
         has_head_bias: the head is affine.
         dtype: of the parameters.
@@ -239,7 +241,7 @@ class ModelDescription:
     @property
     def norm_parameters(self) -> int:
         """Of one norm of width H."""
-        return self.hidden_size * (1 if self.norm == "rms" else 2)
+        return self.hidden_size * (2 if self.norm == "layer" else 1)
 
     @property
     def embedding_parameters(self) -> int:

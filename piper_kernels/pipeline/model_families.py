@@ -32,6 +32,7 @@ def _grouped_attention(
     has_output_bias: bool = False,
     qk_norm: QkNorm = "none",
     has_sinks: bool = False,
+    has_partial_rotary: bool = False,
 ) -> GroupedAttention:
     """Attention under the usual keys; a head is ``hidden_size // num_attention_heads`` wide."""
     heads = config.size("num_attention_heads")
@@ -43,6 +44,7 @@ def _grouped_attention(
         has_output_bias=has_output_bias,
         qk_norm=qk_norm,
         has_sinks=has_sinks,
+        has_partial_rotary=has_partial_rotary,
     )
 
 
@@ -66,6 +68,7 @@ def _experts(
     router: RouterKind = "softmax_topk",
     *,
     has_bias: bool = False,
+    is_router_fp32: bool = False,
     has_correction_bias: bool = False,
     shared: SharedExperts | None = None,
 ) -> Experts:
@@ -81,6 +84,7 @@ def _experts(
         network=network,
         router=router,
         has_router_bias=has_bias,
+        is_router_fp32=is_router_fp32,
         has_correction_bias=has_correction_bias,
         shared=shared,
     )
@@ -148,7 +152,7 @@ def _gpt_oss(config: ConfigReader) -> ModelDescription:
     bias = config.flag("attention_bias", default=True)
     attention = _grouped_attention(config, has_qkv_bias=bias, has_output_bias=bias, has_sinks=True)
     experts = _experts(config, "intermediate_size", "topk_softmax", has_bias=True)
-    return _all_sparse("gpt_oss", config, attention, experts)
+    return _all_sparse("gpt_oss", config, attention, experts, norm="rms_fp32")
 
 
 def _phimoe(config: ConfigReader) -> ModelDescription:
@@ -226,6 +230,7 @@ def _dense_first(
             config,
             "moe_intermediate_size",
             router,
+            is_router_fp32=True,
             has_correction_bias=has_correction_bias,
             shared=shared,
         )
@@ -254,6 +259,7 @@ def _glm4_moe(config: ConfigReader) -> ModelDescription:
         config,
         has_qkv_bias=config.flag("attention_bias", default=False),
         qk_norm="head" if config.flag("use_qk_norm", default=False) else "none",
+        has_partial_rotary=True,
     )
     return _dense_first("glm4_moe", config, attention, "sigmoid_topk", has_correction_bias=True)
 
