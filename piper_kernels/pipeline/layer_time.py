@@ -16,8 +16,8 @@ from piper_kernels.config import Save
 from piper_kernels.pipeline.collective_time import Group, all_reduce_s
 from piper_kernels.pipeline.device_time import attention_s, gemm_time, traffic_s
 from piper_kernels.pipeline.exchange_time import ExchangePrices, ExchangeTime
+from piper_kernels.pipeline.memory_settings import Checkpointing
 from piper_kernels.pipeline.model_description import Experts, FeedForward, Layer
-from piper_kernels.pipeline.plan import Checkpointing
 from piper_kernels.pipeline.platform import Device
 from piper_kernels.pipeline.timeline import PassTime
 

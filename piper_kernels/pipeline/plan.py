@@ -11,6 +11,7 @@ from typing import Any, Literal
 from piper_kernels.config import Save
 from piper_kernels.dist.halo_phases import Algorithm
 from piper_kernels.errors import ConfigError, PlanError, require
+from piper_kernels.pipeline.memory_settings import Checkpointing, OptimizerKind
 from piper_kernels.pipeline.schedule import ScheduleName, stages_per_rank, why_impossible
 from piper_kernels.strict_model import (
     Fraction,
@@ -23,8 +24,6 @@ from piper_kernels.strict_model import (
 
 Axis = Literal["pp", "dp", "ep", "tp"]
 RANK_ORDER: tuple[Axis, ...] = ("pp", "dp", "ep", "tp")
-Checkpointing = Literal["none", "selective", "full"]
-OptimizerKind = Literal["adamw", "adamw_8bit", "sgd"]
 
 
 class Mesh(StrictModel):

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import get_args
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from piper_kernels.errors import ConfigError, PlanError, require
 from piper_kernels.pipeline.exchange_time import ExchangePrices, ExpertLoad
+from piper_kernels.pipeline.memory_settings import OptimizerKind
 from piper_kernels.pipeline.model_config import load_model
 from piper_kernels.pipeline.plan_explain import explain
 from piper_kernels.pipeline.plan_pictures import Pictures
@@ -37,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, required=True, help="all of them are used")
     add("--global-batch", type=int, default=None, help="sequences a step (default: 4 a GPU)")
     add("--seq", type=int, default=4096, help="tokens in a sequence (default 4096)")
-    add("--optimizer", choices=("adamw", "adamw_8bit", "sgd"), default="adamw")
+    add("--optimizer", choices=get_args(OptimizerKind), default="adamw")
     add("--no-shard", action="store_true", help="replicas do not share the optimizer's state")
     add("--load", type=Path, help="JSON list of rows per expert, as a run recorded them")
     add("--top", type=int, default=5, help="how many strategies to show (default 5)")

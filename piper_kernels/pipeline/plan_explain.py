@@ -4,32 +4,35 @@ Pure: no torch, no process group. Letters: T tokens of a microbatch, H hidden_si
 expert, E experts, K top_k, P pipeline ranks, M microbatches.
 """
 
+import textwrap
+
 from piper_kernels.pipeline.layer_time import LayerTime
 from piper_kernels.pipeline.rank_memory import RankMemory
 from piper_kernels.pipeline.step_time import StepModel, StepTime
 from piper_kernels.pipeline.strategy import Strategy
 
 # term -> how it is computed
+# a product is max(tiles in whole waves / rate, bytes / bandwidth) + launch
 FORMULAS = {
-    "attention projections": "sum over projections: max(tiles * waves / rate, bytes / bandwidth)",
-    "attention": "T * s * heads * (qk + v) / (peak * share(s)); backward 2.5 times",
-    "norms and residuals": "10 (back 12) passes over T * H * 2 B / copy bandwidth",
-    "router": "T x H x E product, and 4 passes over T * E in fp32",
-    "experts gate_up": "L products of T*K*imbalance/L rows: max(tiles * waves / rate, bytes / bw)",
-    "experts down": "L products of the same rows back to H",
-    "experts moves": "(T + 5 T*K) * H * 2 B / copy bandwidth: pack, sort, sum",
-    "shared experts": "as a dense network of the shared width",
+    "attention projections": "products T x in x out, cut over tp",
+    "attention": "T s heads (qk + v) / rate(s); back 2.5 x",
+    "norms and residuals": "10 passes over T H 2 B, back 12",
+    "router": "product T x H x E, 4 fp32 passes over T E",
+    "experts gate_up": "L products of T K imbalance / L rows",
+    "experts down": "L products of as many rows, I to H",
+    "experts moves": "T + 5 T K rows of H 2 B: pack, sort, sum",
+    "shared experts": "products T x H x I and T x I x H",
     "dense network": "products T x H x I and T x I x H",
-    "tensor parallel": "all-reduce of T * H * 2 B behind attention and behind the network",
-    "exchange": "traffic model: dispatch and combine, beside the experts; what they do not hide",
-    "head": "T x H x vocabulary product",
-    "loss": "3 (back 2) passes over T * vocabulary in fp32",
-    "embedding": "2 passes over T * H * 2 B",
-    "send": "latency + T * H * 2 B / (tp * share of a NIC); delays only the receiver",
+    "tensor parallel": "all-reduces of T H 2 B",
+    "exchange": "traffic model; what experts do not hide",
+    "head": "product T x H x vocabulary, there and back",
+    "loss": "3 passes over T x vocabulary in fp32, back 2",
+    "embedding": "2 passes over T H 2 B, there and back",
+    "send": "latency + T H 2 B / tp / share of a NIC; delays only the receiver",
     "reduce dense gradients": "all-reduce of 2 B a weight over dp * ep ranks",
     "reduce expert gradients": "all-reduce of 2 B a weight over dp ranks",
     "reduce tied embedding": "all-reduce of 2 B a weight between first and last stage",
-    "optimizer": "bytes an update reads and writes / copy bandwidth",
+    "optimizer": "bytes that an update reads and writes / copy bandwidth",
 }
 
 
@@ -38,12 +41,12 @@ def formula_of(term: str) -> str:
 
     Example:
         >>> formula_of("router again")
-        'recomputed: T x H x E product, and 4 passes over T * E in fp32'
+        'again: product T x H x E, 4 fp32 passes over T E'
     """
     if term.endswith(" again"):
-        return "recomputed: " + formula_of(term.removesuffix(" again"))
+        return "again: " + formula_of(term.removesuffix(" again"))
     if term.endswith(" activation"):
-        return "passes over T * width * 2 B / copy bandwidth"
+        return "passes over T x width x 2 B"
     return FORMULAS[term]
 
 
@@ -113,7 +116,9 @@ def _layer_lines(time: LayerTime) -> list[str]:
         back = time.exchange_s * (2 if time.is_exchange_recomputed else 1)
         cells = f"{time.exchange_s * 1e3:>9.3f} {back * 1e3:>9.3f} {0.0:>9.3f}"
         lines.append(f"  {'exchange':<24} {cells}  {FORMULAS['exchange']}")
-        lines.append(f"  {time.exchange.reason}"[:100])
+        lines += textwrap.wrap(
+            time.exchange.reason, 96, initial_indent="  ", subsequent_indent="  "
+        )
     return lines
 
 

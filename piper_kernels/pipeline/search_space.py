@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from piper_kernels.errors import PlanError, require
+from piper_kernels.pipeline.memory_settings import Checkpointing, OptimizerKind
 from piper_kernels.pipeline.model_description import ModelDescription
-from piper_kernels.pipeline.plan import Checkpointing, OptimizerKind, split_layers
+from piper_kernels.pipeline.plan import split_layers
 from piper_kernels.pipeline.platform import Platform
 from piper_kernels.pipeline.schedule import (
     SCHEDULES,

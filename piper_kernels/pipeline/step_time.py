@@ -11,8 +11,8 @@ from piper_kernels.pipeline.device_time import gemm_time, traffic_s
 from piper_kernels.pipeline.exchange_time import ExchangePrices
 from piper_kernels.pipeline.layer_kinds import LayerKinds, StageLayers
 from piper_kernels.pipeline.layer_time import LayerSetting, LayerTime, Terms, layer_time
+from piper_kernels.pipeline.memory_settings import OptimizerKind
 from piper_kernels.pipeline.model_description import Layer, ModelDescription
-from piper_kernels.pipeline.plan import OptimizerKind
 from piper_kernels.pipeline.strategy import Strategy
 from piper_kernels.pipeline.timeline import (
     PassTime,
@@ -25,7 +25,12 @@ from piper_kernels.pipeline.timeline import (
 
 # bytes read and written for each parameter by one update: gradient 2, weight 2, master copy 4 + 4,
 # and the moments there and back
-UPDATE_BYTES: dict[OptimizerKind, int] = {"adamw": 28, "adamw_8bit": 16, "sgd": 20}
+UPDATE_BYTES: dict[OptimizerKind, int] = {
+    "adamw": 28,
+    "adamw_8bit": 16,
+    "sgd": 12,
+    "sgd_momentum": 20,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,12 +6,11 @@ Pure: no torch, no process group.
 from dataclasses import dataclass
 
 from piper_kernels.config import Save
+from piper_kernels.pipeline.memory_settings import Checkpointing, OptimizerKind
 from piper_kernels.pipeline.plan import (
-    Checkpointing,
     Exchange,
     Mesh,
     Optimizer,
-    OptimizerKind,
     Plan,
     Predicted,
 )
