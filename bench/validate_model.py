@@ -13,6 +13,7 @@ from rich.table import Table
 
 from bench.targets import exit_status, print_targets
 from bench.validate_memory import Row, memory_rows, memory_targets
+from bench.validate_time import print_time_rows, time_rows, time_targets
 
 
 def print_rows(rows: list[Row], console: Console) -> None:
@@ -37,7 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=100)
     rows = memory_rows()
     print_rows(rows, console)
-    targets = memory_targets(rows)
+    times = time_rows()
+    print_time_rows(times, console)
+    targets = [*memory_targets(rows), *time_targets(times)]
     print_targets(targets, console)
     return exit_status(targets, is_strict=options.strict)
 

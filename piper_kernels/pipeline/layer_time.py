@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from piper_kernels.config import Save
-from piper_kernels.pipeline.collective_time import Group, all_reduce_s
+from piper_kernels.pipeline.collective_time import Group, all_reduce_s, reduce_scatter_s
 from piper_kernels.pipeline.device_time import attention_s, gemm_time, traffic_s
 from piper_kernels.pipeline.exchange_time import ExchangePrices, ExchangeTime
 from piper_kernels.pipeline.memory_settings import Checkpointing
@@ -191,8 +191,9 @@ class _Work:
     def collectives(self) -> ThreeTerms:
         """Tensor parallelism sums T x H behind attention and behind the network, there and back.
 
-        With sequence parallelism the sum is a reduce-scatter and an all-gather of the same bytes.
-        The sums of exchanged experts are part of their exchange.
+        With sequence parallelism the sum is a reduce-scatter and an all-gather of the same bytes,
+        and the backward gathers the inputs again, of which only a part was kept. The sums of
+        exchanged experts are part of their exchange.
         """
         setting, experts = self.setting, self.layer.experts
         if setting.tp_size == 1:
@@ -202,8 +203,11 @@ class _Work:
         num_bytes = 2.0 * setting.num_tokens * self.hidden_size
         is_exchanged = experts is not None and setting.ep_size > 1 and experts.shared is None
         sums = 1 if is_exchanged else 2
-        seconds = sums * all_reduce_s(self.prices.platform, group, num_bytes)
-        return {"tensor parallel": seconds}, {"tensor parallel": seconds}, {}
+        platform = self.prices.platform
+        seconds = sums * all_reduce_s(platform, group, num_bytes)
+        again = sums * reduce_scatter_s(platform, group, num_bytes)
+        back = seconds + again * setting.is_sequence_parallel
+        return {"tensor parallel": seconds}, {"tensor parallel": back}, {}
 
     def exchange(self, forward: Terms) -> ExchangeTime | None:
         """Of the layer's experts, if there are ranks to exchange with."""
