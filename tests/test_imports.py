@@ -18,6 +18,7 @@ PURE_DIST = {
         "topology_presets",
         "topology_launcher",
         "topology_advice",
+        "mesh_layout",
         "placement_map",
         "exchange_counts",
         "halo_plan",
@@ -33,12 +34,14 @@ PURE_DIST = {
         "traffic",
         "flow_network",
         "fair_share",
+        "reduction_chunks",
         "simulate",
     )
 }
 PURE_PIPELINE = {
     f"pipeline.{m}"
     for m in (
+<<<<<<< HEAD
         "attention_description",
         "config_reader",
         "memory_settings",
@@ -50,12 +53,25 @@ PURE_PIPELINE = {
         "paper_memory",
         "saved_tensors",
         "stage_memory",
+=======
+>>>>>>> main
         "platform",
         "resource_model",
         "plan",
         "planner",
         "schedule",
+<<<<<<< HEAD
         "placement",
+=======
+        "expert_costs",
+        "load_history",
+        "migration_policy",
+        "placement_exact",
+        "placement_moves",
+        "placement_pack",
+        "placement_replicate",
+        "placement_swap",
+>>>>>>> main
     )
 }
 PURE = {"errors", "config", "cost", "strict_model", *PURE_DIST, *PURE_PIPELINE}
