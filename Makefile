@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Each test process gets one thread: $(JOBS) of them share the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: install demo test test-deep lint types docs bench package clean
+.PHONY: install demo test test-deep lint types docs bench validate-model package clean
 
 install: $(STAMP)
 
@@ -54,6 +54,10 @@ docs: $(STAMP)
 # make bench OUT=bench/results keeps what it measured.
 bench: $(STAMP)
 	$(BIN)/python -m bench.bench_moe --quick $(if $(OUT),--out $(OUT))
+
+# The planner's model against real tensors and published numbers; the last line counts targets.
+validate-model: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.validate_model
 
 package: $(STAMP)
 	bash .ci/package "$(BIN)"

@@ -85,7 +85,8 @@ def _describe(config: Mapping[str, Any], source: str, name: str) -> ModelDescrip
     build = FAMILIES.get(str(family))
     if build is None:
         known = (*FAMILIES, BY_HAND)
-        remedy = f"{did_you_mean(str(family), known)} Other classes of transformers: --from-meta."
+        nearest = did_you_mean(str(family), known)
+        remedy = f"{nearest} Or describe it by hand, with model_type 'piper'."
         requirement = f"be one of {', '.join(known)}"
         raise ConfigError(instruction(source, "model_type", requirement, repr(family), remedy))
     model = build(ConfigReader(config, source))

@@ -158,12 +158,17 @@ def _communication(model: ModelDescription, layers: range, settings: MemorySetti
     return exchanged + num_neighbours * row
 
 
-def _boundaries(model: ModelDescription, layers: range) -> Iterator[SavedTensor]:
-    """What a stage keeps at its ends for each live microbatch."""
+def _boundaries(
+    model: ModelDescription, layers: range, settings: MemorySettings
+) -> Iterator[SavedTensor]:
+    """What a stage keeps at its ends for each live microbatch, besides what its layers keep."""
     row = model.hidden_size * model.element_bytes
-    if layers.start > 0:
+    # a norm that keeps its input as it is, or a checkpointed layer, keeps the stage's input anyway
+    is_fused = model.norm == "layer" or settings.activations.has_fused_norms
+    is_kept = is_fused or model.element_bytes == FP32_BYTES or settings.checkpointing == "full"
+    if layers.start > 0 and not is_kept:
         yield SavedTensor("stage.input", row)
-    else:
+    if layers.start == 0:
         yield SavedTensor("embedding.ids", TOKEN_ID_BYTES)
     if layers.stop < model.num_layers:
         yield SavedTensor("stage.output", row)
@@ -204,7 +209,7 @@ def stage_memory(model: ModelDescription, layers: range, settings: MemorySetting
     # equal layers are counted once
     kept = {layer: kept_by_layer(model, layer, settings) for layer in set(own)}
     workspace = {layer: _workspace_of_layer(model, layer, settings) for layer in kept}
-    ends = [*_boundaries(model, layers), *saved_by_rotary(model)]
+    ends = [*_boundaries(model, layers, settings), *saved_by_rotary(model)]
     most_workspace = max(workspace.values())
     if layers.stop == model.num_layers:
         ends += saved_by_head(model, rules)

@@ -36,7 +36,7 @@ def test_scaling_rows_are_within_three_points() -> None:
 @pytest.mark.parametrize(("num_experts", "billions"), [(16, 110), (128, 862), (256, 1721)])
 def test_frontier_model_has_the_papers_size(num_experts: int, billions: int) -> None:
     model = frontier_model(num_experts)
-    assert model.num_parameters == pytest.approx(billions * 1e9, rel=0.005)
+    assert model.num_parameters == pytest.approx(billions * 1e9, rel=0.01)
     assert model_flops(model, 1, 4096) > 0
 
 

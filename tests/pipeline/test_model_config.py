@@ -73,7 +73,7 @@ def test_load_model_names_the_nearest_model() -> None:
 
 def test_load_model_names_the_nearest_architecture() -> None:
     config = CONFIGS["deepseek-v3"] | {"model_type": "deepseek_v32"}
-    with pytest.raises(ConfigError, match=r"model_type must be one of .*'deepseek_v3'\?.*--from-"):
+    with pytest.raises(ConfigError, match=r"model_type must be one of .*'deepseek_v3'\?.*by hand"):
         load_model(config)
 
 

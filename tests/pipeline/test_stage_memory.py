@@ -153,6 +153,25 @@ def test_stage_memory_expert_parallel_buffers() -> None:
     assert middle.communication_bytes == 2 * 64 * 2 * 4096
 
 
+def test_stage_memory_keeps_a_stage_s_ends_once() -> None:
+    row = 64 * 2 * 4096
+
+    def ends(layers: range, **changes: Any) -> float:
+        settings = replace(SETTINGS, **changes)
+        middle = stage_memory(hand(vocab_size=0), layers, settings).activation_bytes
+        # without vocabulary the whole model has no ends but the ids
+        whole = stage_memory(hand(vocab_size=0), range(8), settings).activation_bytes
+        rotary, ids = 2 * 16 * 2 * 4096, 8 * 4096
+        return middle - rotary - (whole - rotary - ids) * len(layers) / 8
+
+    assert ends(range(2, 4)) == pytest.approx(2 * row)
+    assert ends(range(6, 8)) == pytest.approx(row)
+    # the first layer keeps the very tensor that came in
+    assert ends(range(2, 4), checkpointing="full") == pytest.approx(row)
+    fused = ActivationRules(has_fused_norms=True)
+    assert ends(range(2, 4), activations=fused) == pytest.approx(row)
+
+
 @given(data=st.data())
 def test_stage_memory_rises_with_sizes(data: st.DataObject) -> None:
     size = {
