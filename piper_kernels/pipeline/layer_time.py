@@ -92,7 +92,12 @@ class LayerTime:
 
 
 def layer_time(
-    layer: Layer, hidden_size: int, setting: LayerSetting, prices: ExchangePrices
+    layer: Layer,
+    hidden_size: int,
+    setting: LayerSetting,
+    prices: ExchangePrices,
+    *,
+    has_exchange: bool = True,
 ) -> LayerTime:
     """Price a layer.
 
@@ -101,6 +106,7 @@ def layer_time(
         hidden_size: H.
         setting: how it runs.
         prices: of exchanges on the platform.
+        has_exchange: ``False`` leaves the exchange out, which takes longest to price.
     """
     work = _Work(layer=layer, hidden_size=hidden_size, setting=setting, prices=prices)
     parts = [work.attention(), work.elementwise(), work.network(), work.collectives()]
@@ -117,7 +123,7 @@ def layer_time(
         backward_input=inputs,
         backward_weight=weights,
         recompute=recompute,
-        exchange=work.exchange(forward),
+        exchange=work.exchange(forward) if has_exchange else None,
         is_exchange_recomputed=setting.checkpointing == "full",
     )
 

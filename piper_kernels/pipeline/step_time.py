@@ -110,26 +110,24 @@ class StepModel:
         return step_bound_s(strategy.schedule, strategy.pp, strategy.num_microbatches, stages)
 
     def coarse_bound_s(self, strategy: Strategy) -> float:
-        """A lower bound that does not look at stages: the layers' work, shared evenly by all ranks.
-
-        Under DualPipeV exchanges may hide altogether.
-        """
-        work = 0.0
-        for kind, count in enumerate(self.layers.stage(0, self.model.num_layers).counts):
-            passes = self._kind_time(kind, strategy).passes()
-            is_paired = strategy.schedule == "dualpipev"
-            work += count * sum(p.compute_s if is_paired else p.seconds for p in passes)
+        """A lower bound that is quick: the layers' computation, shared evenly by all ranks."""
+        counts = self.layers.stage(0, self.model.num_layers).counts
+        passes = [
+            self._kind_time(k, strategy, has_exchange=False).passes() for k in range(len(counts))
+        ]
+        each = [sum(one.seconds for one in three) for three in passes]
+        work = sum(n * seconds for n, seconds in zip(counts, each, strict=True))
         return strategy.num_microbatches * work / strategy.pp
 
     def layer_time(self, layer: Layer, strategy: Strategy) -> LayerTime:
         """One layer under a strategy."""
         return self._kind_time(self.layers.kinds.index(layer), strategy)
 
-    def _kind_time(self, kind: int, strategy: Strategy) -> LayerTime:
+    def _kind_time(self, kind: int, strategy: Strategy, *, has_exchange: bool = True) -> LayerTime:
         """One layer of a kind; hashing a layer each time would take longer than the look-up."""
         s = strategy
         sizes = (kind, s.microbatch_size, s.seq_len, s.ep, s.tp, s.checkpointing, s.experts_save)
-        key = (*sizes, s.is_attention_fused, s.is_sequence_parallel)
+        key = (*sizes, s.is_attention_fused, s.is_sequence_parallel, has_exchange)
         if key not in self._times:
             setting = LayerSetting(
                 microbatch_size=s.microbatch_size,
@@ -142,7 +140,9 @@ class StepModel:
                 is_sequence_parallel=s.is_sequence_parallel,
             )
             layer, hidden_size = self.layers.kinds[kind], self.model.hidden_size
-            self._times[key] = layer_time(layer, hidden_size, setting, self.prices)
+            self._times[key] = layer_time(
+                layer, hidden_size, setting, self.prices, has_exchange=has_exchange
+            )
         return self._times[key]
 
     def layer_seconds(self, strategy: Strategy) -> list[float]:
