@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Each test process gets one thread: $(JOBS) of them share the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: install demo test test-deep lint types docs bench bench-gpu bench-gpu-dry roofline package clean bench-dist
+.PHONY: install demo test test-deep lint types docs bench bench-gpu bench-gpu-dry roofline package clean bench-dist validate-model
 
 install: $(STAMP)
 
@@ -70,6 +70,10 @@ roofline: $(STAMP)
 # Emulated nodes: needs root and iproute2, and says so without.
 bench-dist: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.bench_exchange $(if $(OUT),--out $(OUT))
+
+# The planner's model against real tensors and published numbers; the last line counts targets.
+validate-model: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.validate_model
 
 package: $(STAMP)
 	bash .ci/package "$(BIN)"

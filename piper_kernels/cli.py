@@ -21,6 +21,7 @@ COMMANDS = {
     "tune": ("piper_kernels.tune", "measure which tiles the GPU kernels should use"),
     "probe": ("piper_kernels.dist.probe_command", "measure the network between ranks"),
     "simulate": ("piper_kernels.dist.simulate_command", "model an exchange on a network"),
+    "plan": ("piper_kernels.pipeline.plan_command", "plan a run: what fits, how fast, and why"),
     "doctor": ("piper_kernels.doctor", "say what is installed and which backend would run"),
 }
 
