@@ -18,6 +18,7 @@ from piper_kernels.errors import PiperError, did_you_mean
 # name -> (module, one line of help)
 COMMANDS = {
     "train": ("piper_kernels.train.command", "train a Mixture-of-Experts language model"),
+    "inspect": ("piper_kernels.triton.offline.command", "compile every kernel for GPUs not here"),
     "doctor": ("piper_kernels.doctor", "say what is installed and which backend would run"),
 }
 
