@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Each test process gets one thread: $(JOBS) of them share the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: install demo test test-deep lint types docs bench package clean
+.PHONY: install demo test test-deep lint types docs bench inspect inspect-ci inspect-versions package clean
 
 install: $(STAMP)
 
@@ -54,6 +54,17 @@ docs: $(STAMP)
 # make bench OUT=bench/results keeps what it measured.
 bench: $(STAMP)
 	$(BIN)/python -m bench.bench_moe --quick $(if $(OUT),--out $(OUT))
+
+# Every kernel, shipped tile and dtype, compiled for every GPU: half an hour the first time.
+inspect: $(STAMP)
+	$(BIN)/piper inspect --matrix full --check --quiet --jobs $(JOBS)
+
+inspect-ci: $(STAMP)
+	$(BIN)/piper inspect --matrix ci --check --quiet --jobs $(JOBS)
+
+# The same as inspect-ci under every supported Triton.
+inspect-versions: $(STAMP)
+	bash .ci/inspect-versions "$(BIN)" "$(VENV)" $(JOBS)
 
 package: $(STAMP)
 	bash .ci/package "$(BIN)"

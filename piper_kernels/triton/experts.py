@@ -56,6 +56,7 @@ def choose_tiles(x: Tensor, permutation: Permutation, weights: ExpertsWeights) -
         sizes=(weights.hidden_size, weights.intermediate_size, weights.preact_size),
         element_bytes=x.element_size(),
         is_hip=is_hip(),
+        has_clamp=weights.activation.limit is not None,
     )
 
 

@@ -8,7 +8,7 @@ target is in the file, fp32 included.
 from functools import cache
 from pathlib import Path
 
-from piper_kernels.strict_model import NonNegativeInt, PositiveInt, StrictModel
+from piper_kernels.strict_model import NonNegativeInt, StrictModel
 from piper_kernels.triton.candidates import SHARED_MEMORY_BYTES
 from piper_kernels.triton.offline.assembly import Resources
 from piper_kernels.triton.offline.cases import GEMMS, Case
@@ -34,13 +34,11 @@ class TargetBudget(StrictModel):
     Attributes:
         tall_matrix: which matrix instructions serve a GEMM tile of 64 rows or more: one of these.
         short_matrix: the same for tiles of 16 and 32 rows.
-        registers: op -> the most a thread may use in bf16 and fp16.
         fp32: of fp32, which needs no matrix instruction: it is multiplied exactly.
     """
 
     tall_matrix: tuple[str, ...]
     short_matrix: tuple[str, ...]
-    registers: dict[str, PositiveInt]
     fp32: Fp32Budget
 
 
@@ -81,20 +79,14 @@ def find_faults(case: Case, resources: Resources, budgets: Budgets) -> list[str]
     """
     budget = budgets.targets[case.target]
     allowed = Fp32Budget(stack_bytes=0, num_spills=0)
-    registers = budget.registers.get(case.op)
     if case.dtype == "fp32":
-        allowed, registers = budget.fp32, None
+        allowed = budget.fp32
     limits = [
         ("stack bytes", resources.stack_bytes, allowed.stack_bytes),
         ("spills", resources.num_spills, allowed.num_spills),
         ("bytes of shared memory", resources.shared_bytes, SHARED_MEMORY_BYTES[case.target]),
-        ("registers", resources.registers, registers),
     ]
-    faults = [
-        f"{value} {name}, allowed {limit}"
-        for name, value, limit in limits
-        if limit is not None and value > limit
-    ]
+    faults = [f"{value} {name}, allowed {limit}" for name, value, limit in limits if value > limit]
     if case.op in GEMMS:
         fault = _matrix_fault(case, resources, budget)
         faults += [] if fault is None else [fault]

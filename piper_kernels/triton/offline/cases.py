@@ -117,7 +117,9 @@ class Case:
         return f"{shape} w{tiles.num_warps} s{tiles.num_stages}"
 
 
-def default_tiles_of(op: Op, dtype: Dtype, target: str) -> tuple[TileConfig, ...]:
+def default_tiles_of(
+    op: Op, dtype: Dtype, target: str, variant: str = PLAIN
+) -> tuple[TileConfig, ...]:
     """Every tile that :func:`default_tiles` can give on a target, few rows first."""
     chosen = (
         default_tiles(
@@ -126,6 +128,7 @@ def default_tiles_of(op: Op, dtype: Dtype, target: str) -> tuple[TileConfig, ...
             num_experts=1,
             element_bytes=4 if dtype == "fp32" else 2,
             is_hip=target.startswith("gfx"),
+            is_lean=variant == "odd" or (variant == "gpt_oss" and op == "grad_act"),
         )
         for rows in BLOCK_ROWS
     )
@@ -148,6 +151,7 @@ def _gemm_cases(matrix: Matrix, target: str, op: str, dtype: Dtype) -> Iterator[
     # a flag changes an epilogue or a load: the most and the fewest registers are enough
     for variant in variants:
         if (variant == "tf32") <= (dtype == "fp32"):
+            defaults = default_tiles_of(tile_op, dtype, target, variant)
             for one in dict.fromkeys((defaults[0], defaults[-1])):
                 yield Case(target=target, op=op, dtype=dtype, variant=variant, tiles=one)
 

@@ -116,7 +116,7 @@ def make_layer(
     def make(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    has_bias = variant == "gpt_oss"
+    has_bias = variant in ("gpt_oss", "odd")
     weights = ExpertsWeights(
         gate_up_proj=make(*gate_up),
         down_proj=make(*down),

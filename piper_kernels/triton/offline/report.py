@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,8 +16,17 @@ from piper_kernels.triton.offline.occupancy import resident_programs
 from piper_kernels.triton.offline.pool import Outcome
 
 HEADINGS = (
-    "op", "variant", "tile", "regs", "stack", "spills", "shared KiB", "programs", "matrix", "16 B",
-)  # fmt: skip
+    "op",
+    "variant",
+    "tile",
+    "regs",
+    "stack",
+    "spills",
+    "KiB",
+    "programs",
+    "matrix",
+    "16 B",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +70,10 @@ def _groups(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 def print_tables(rows: Sequence[Row], console: Console) -> None:
     """One table for each target and dtype; what exceeds its budget is red, its faults below."""
     for title, group in _groups(rows):
-        table = Table(title=title, title_justify="left", pad_edge=False)
-        for number, heading in enumerate(HEADINGS):
-            is_text = number < 3 or heading == "matrix"
-            table.add_column(heading, justify="left" if is_text else "right", no_wrap=number < 3)
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
+        for heading in HEADINGS:
+            is_text = heading in ("op", "variant", "tile", "matrix")
+            table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
         for row in group:
             table.add_row(*_cells(row.outcome), style="bold red" if row.faults else "")
         console.print(table)
