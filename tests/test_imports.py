@@ -18,6 +18,7 @@ PURE_DIST = {
         "topology_presets",
         "topology_launcher",
         "topology_advice",
+        "mesh_layout",
         "placement_map",
         "exchange_counts",
         "halo_plan",
@@ -33,12 +34,27 @@ PURE_DIST = {
         "traffic",
         "flow_network",
         "fair_share",
+        "reduction_chunks",
         "simulate",
     )
 }
 PURE_PIPELINE = {
     f"pipeline.{m}"
-    for m in ("platform", "resource_model", "plan", "planner", "schedule", "placement")
+    for m in (
+        "platform",
+        "resource_model",
+        "plan",
+        "planner",
+        "schedule",
+        "expert_costs",
+        "load_history",
+        "migration_policy",
+        "placement_exact",
+        "placement_moves",
+        "placement_pack",
+        "placement_replicate",
+        "placement_swap",
+    )
 }
 PURE = {"errors", "config", "cost", "strict_model", *PURE_DIST, *PURE_PIPELINE}
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from piper_kernels.train.expert_counts import expert_modules
+from piper_kernels.huggingface.expert_counts import expert_modules
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from piper_kernels.errors import TrainingError, instruction
-from piper_kernels.train.balancing import (
+from piper_kernels.huggingface.balancing import (
     correction_biases,
     mean_balance_loss,
     update_correction_biases,
 )
+from piper_kernels.huggingface.expert_counts import ExpertCounter
 from piper_kernels.train.evaluate import autocast, summed_cross_entropy
-from piper_kernels.train.expert_counts import ExpertCounter
 from piper_kernels.train.metrics import StepRecord
 from piper_kernels.train.model import forward_logits
 from piper_kernels.train.optimizer import learning_rate

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from piper_kernels.errors import ConfigError, did_you_mean, instruction, require
+from piper_kernels.huggingface.expert_counts import expert_modules
 from piper_kernels.strict_model import digest_of
-from piper_kernels.train.expert_counts import expert_modules
 from piper_kernels.train.families import FAMILIES
 from piper_kernels.train.settings import TrainSettings
 

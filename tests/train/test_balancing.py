@@ -3,12 +3,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from piper_kernels.train.balancing import (
+from piper_kernels.huggingface.balancing import (
     correction_biases,
     mean_balance_loss,
     update_correction_biases,
 )
-from piper_kernels.train.expert_counts import ExpertCounter
+from piper_kernels.huggingface.expert_counts import ExpertCounter
 from piper_kernels.train.model import build_model, forward_logits
 from piper_kernels.train.settings import TrainSettings
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from piper_kernels.errors import CheckpointError
-from piper_kernels.train.expert_counts import ExpertCounter, expert_modules
+from piper_kernels.huggingface.expert_counts import ExpertCounter, expert_modules
 from piper_kernels.train.model import build_model, forward_logits
 from piper_kernels.train.settings import TrainSettings
 

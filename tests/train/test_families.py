@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from piper_kernels.train.expert_counts import expert_modules
+from piper_kernels.huggingface.expert_counts import expert_modules
 from piper_kernels.train.families import FAMILIES
 from piper_kernels.train.loop import Trainer
 

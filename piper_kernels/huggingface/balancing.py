@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from piper_kernels.balance import balance_loss, updated_correction_bias
+from piper_kernels.huggingface.expert_counts import ExpertCounter, expert_modules
 from piper_kernels.routing import Routing
-from piper_kernels.train.expert_counts import ExpertCounter, expert_modules
 
 CORRECTION_BIAS = "e_score_correction_bias"
 
