@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Each test process gets one thread: $(JOBS) of them share the machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: install demo test test-deep lint types docs bench bench-gpu bench-gpu-dry roofline package clean bench-dist validate-model
+.PHONY: install demo test test-deep lint types docs bench bench-gpu bench-gpu-dry roofline package clean bench-dist validate-model inspect inspect-ci inspect-versions
 
 install: $(STAMP)
 
@@ -75,6 +75,14 @@ bench-dist: $(STAMP)
 validate-model: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.validate_model
 
+# Every kernel, shipped tile and dtype, compiled for every GPU: half an hour the first time.
+inspect: $(STAMP)
+	$(BIN)/piper inspect --matrix full --check --quiet --jobs $(JOBS)
+inspect-ci: $(STAMP)
+	$(BIN)/piper inspect --matrix ci --check --quiet --jobs $(JOBS)
+# The same as inspect-ci under every supported Triton.
+inspect-versions: $(STAMP)
+	bash .ci/inspect-versions "$(BIN)" "$(VENV)" $(JOBS)
 package: $(STAMP)
 	bash .ci/package "$(BIN)"
 

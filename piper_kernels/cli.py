@@ -22,6 +22,7 @@ COMMANDS = {
     "probe": ("piper_kernels.dist.probe_command", "measure the network between ranks"),
     "simulate": ("piper_kernels.dist.simulate_command", "model an exchange on a network"),
     "plan": ("piper_kernels.pipeline.plan_command", "plan a run: what fits, how fast, and why"),
+    "inspect": ("piper_kernels.triton.offline.command", "compile every kernel for GPUs not here"),
     "doctor": ("piper_kernels.doctor", "say what is installed and which backend would run"),
 }
 

@@ -75,16 +75,17 @@ def gated_grads(
     UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
     """``(grad_gate, grad_up)`` for ``grad`` of the activation; a clamp passes its very bound."""
+    # the raw values stay live rather than masks of them, which would take a register an element
+    clamped_gate = gate
+    clamped_up = up
     if LIMIT is not None:
-        passes_gate = gate <= LIMIT
-        passes_up = (up <= LIMIT) & (up >= -LIMIT)
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    grad_gate = grad * (up + UP_OFFSET) * function_grad(gate, FUNCTION, ALPHA)
-    grad_up = grad * apply_function(gate, FUNCTION, ALPHA)
+        clamped_gate = tl.where(gate > LIMIT, LIMIT, gate)
+        clamped_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    grad_gate = grad * (clamped_up + UP_OFFSET) * function_grad(clamped_gate, FUNCTION, ALPHA)
+    grad_up = grad * apply_function(clamped_gate, FUNCTION, ALPHA)
     if LIMIT is not None:
-        grad_gate = tl.where(passes_gate, grad_gate, 0.0)
-        grad_up = tl.where(passes_up, grad_up, 0.0)
+        grad_gate = tl.where(gate <= LIMIT, grad_gate, 0.0)
+        grad_up = tl.where(tl.abs(up) <= LIMIT, grad_up, 0.0)
     return grad_gate, grad_up
 
 

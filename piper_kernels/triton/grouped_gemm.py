@@ -19,7 +19,7 @@ from piper_kernels.triton.grouped_gemm_wgrad import grouped_gemm_wgrad
 from piper_kernels.triton.launch import check_operands, dot_arguments, is_hip, launch
 from piper_kernels.triton.ragged import dot_loop, find_tile
 from piper_kernels.triton.tile_schedule import TileSchedules, tile_schedules
-from piper_kernels.triton.tiles import TileConfig, default_tiles
+from piper_kernels.triton.tiles import TileConfig, are_rows_aligned, default_tiles
 
 # functional/ looks up both products of a grouped GEMM here
 __all__ = ["grouped_gemm", "grouped_gemm_forward", "grouped_gemm_wgrad"]
@@ -188,6 +188,7 @@ def grouped_gemm(
         num_experts=num_experts,
         element_bytes=rows.element_size(),
         is_hip=is_hip(),
+        is_lean=not are_rows_aligned(*weight.shape[1:], element_bytes=rows.element_size()),
     )
     expert_offsets = expert_offsets.contiguous()
     out = grouped_gemm_forward(

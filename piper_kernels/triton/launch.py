@@ -1,5 +1,9 @@
 """Launching kernels: which device, interpreted or compiled, and what a dtype asks of ``tl.dot``."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +17,43 @@ from piper_kernels.triton.tiles import TileConfig
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """One launch: the kernel and its arguments by name, options of the compiler included."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+
+
+_record: ContextVar[list[Launch] | None] = ContextVar("_record", default=None)
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Collect every launch made inside, in order.
+
+    With tensors on the device ``"meta"`` nothing runs, so that what a layer would launch can be
+    known, and compiled, without a GPU.
+    """
+    found: list[Launch] = []
+    token = _record.set(found)
+    try:
+        yield found
+    finally:
+        _record.reset(token)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, **arguments: Any) -> None:
     """Run ``kernel`` on ``device``, whichever device is current; an empty grid runs nothing."""
     if 0 in grid:
         return
     # said aloud because the default differs between Triton versions
     arguments.setdefault("enable_fp_fusion", True)
+    record = _record.get()
+    if record is not None:
+        record.append(Launch(kernel, arguments))
+    if device.type == "meta":
+        return
     if device.type == "cuda":
         with torch.cuda.device(device):
             kernel[grid](**arguments)

@@ -72,6 +72,7 @@ def layer_key(dtype: torch.dtype, num_rows: int, top_k: int, weights: ExpertsWei
         layout=weights.layout,
         activation=weights.activation.function,
         rows_per_expert=rows_bucket(num_rows, weights.num_experts),
+        is_clamped=weights.activation.limit is not None,
     )
 
 
@@ -119,6 +120,7 @@ class TileStore:
             sizes=(key.hidden_size, key.intermediate_size, preact_size),
             element_bytes=getattr(torch, key.dtype).itemsize,
             is_hip=self.is_hip,
+            has_clamp=key.is_clamped,
         )
         chosen: dict[str, TileConfig] = {}
         origins: dict[Gemm, Origin] = dict.fromkeys(GEMMS, "default")

@@ -63,6 +63,7 @@ class LayerKey:
         layout: how the weights are stored.
         activation: the activation's function.
         rows_per_expert: of :func:`rows_bucket`.
+        is_clamped: the activation has a limit.
     """
 
     dtype: str
@@ -73,6 +74,7 @@ class LayerKey:
     layout: WeightLayout
     activation: str
     rows_per_expert: int
+    is_clamped: bool = False
 
     def text(self, gemm: Gemm) -> str:
         """The key of one GEMM in the cache file.
@@ -93,6 +95,7 @@ class LayerKey:
             "interleaved": layout.is_interleaved,
             "transposed": layout.is_transposed,
             self.activation: gemm in _GEMMS_WITH_ACTIVATION,
+            "clamped": self.is_clamped and gemm in _GEMMS_WITH_ACTIVATION,
         }
         sizes = (
             f"E{self.num_experts} H{self.hidden_size} I{self.intermediate_size} K{self.top_k} "

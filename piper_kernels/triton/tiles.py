@@ -93,8 +93,24 @@ def _rows_per_tile(average_rows: float) -> int:
     return 64 if average_rows <= 96 else 128
 
 
+def are_rows_aligned(*sizes: int, element_bytes: int) -> bool:
+    """Whether rows of all these sizes are multiples of 16 bytes, so that loads may be that wide.
+
+    Example:
+        >>> are_rows_aligned(2048, 768, element_bytes=2), are_rows_aligned(2047, element_bytes=2)
+        (True, False)
+    """
+    return all(size * element_bytes % 16 == 0 for size in sizes)
+
+
 def default_tiles(
-    op: Op, *, num_rows: int, num_experts: int, element_bytes: int, is_hip: bool = False
+    op: Op,
+    *,
+    num_rows: int,
+    num_experts: int,
+    element_bytes: int,
+    is_hip: bool = False,
+    is_lean: bool = False,
 ) -> TileConfig:
     """Choose tiles from sizes alone; equal sizes give equal tiles.
 
@@ -104,6 +120,8 @@ def default_tiles(
         num_experts: E.
         element_bytes: 2 for bf16 and fp16, 4 for fp32.
         is_hip: AMD GPU.
+        is_lean: leave more registers free, because each element has an address of its own (rows
+            that are no multiple of 16 bytes) or because an activation is clamped in ``grad_act``.
 
     Returns:
         A configuration without register spills on every supported target (``piper inspect``).
@@ -125,6 +143,11 @@ def default_tiles(
             block_k=32 if is_wide or is_hip else 64,
             num_warps=4 if is_wide else 8,
             **common,
+        )
+    if is_lean and not is_wide:
+        block_m, num_warps = min(block_m, 64), 4 if block_m <= 32 else 8
+        return TileConfig(
+            block_m=block_m, block_n=64, block_k=32, num_warps=num_warps, group_m=4, **common
         )
     if block_m <= 32:
         # fp32 operands wait in registers for the CUDA cores: 32x64x64 spills
@@ -172,6 +195,7 @@ def default_experts_tiles(
     sizes: tuple[int, int, int],
     element_bytes: int,
     is_hip: bool = False,
+    has_clamp: bool = False,
 ) -> ExpertsTiles:
     """Tiles for every GEMM of a layer.
 
@@ -181,8 +205,10 @@ def default_experts_tiles(
         sizes: ``(H, I, width of the pre-activation)``.
         element_bytes: 2 or 4.
         is_hip: AMD GPU.
+        has_clamp: the activation has a limit.
     """
     hidden_size, intermediate_size, preact_size = sizes
+    is_aligned = are_rows_aligned(hidden_size, intermediate_size, element_bytes=element_bytes)
 
     def choose(op: Op) -> TileConfig:
         return default_tiles(
@@ -191,6 +217,7 @@ def default_experts_tiles(
             num_experts=num_experts,
             element_bytes=element_bytes,
             is_hip=is_hip,
+            is_lean=not is_aligned or (has_clamp and op == "grad_act"),
         )
 
     def choose_wgrad(out_size: int, in_size: int) -> TileConfig:

@@ -61,3 +61,16 @@ def test_tile_config_refuses_what_cannot_run() -> None:
         TileConfig(block_m=16, block_n=16, block_k=16, num_stages=0)
     with pytest.raises(ConfigError, match="split_rows must be at least block_k, or None, got 8"):
         TileConfig(block_m=16, block_n=16, block_k=16, split_rows=8)
+
+
+def test_default_tiles_are_lean_for_unaligned_rows_and_for_clamps() -> None:
+    common = {"num_rows": 4096, "num_experts": 8, "element_bytes": 2}
+    lean = default_tiles("grad_act", num_rows=512, num_experts=1, element_bytes=2, is_lean=True)
+    assert (lean.block_m, lean.block_n, lean.block_k, lean.num_warps) == (64, 64, 32, 8)
+    plain = default_experts_tiles(**common, sizes=(64, 48, 96))
+    odd = default_experts_tiles(**common, sizes=(64, 47, 94))
+    clamped = default_experts_tiles(**common, sizes=(64, 48, 96), has_clamp=True)
+    assert odd.gate_up == odd.down == odd.grad_act == odd.grad_x == clamped.grad_act == lean
+    assert clamped.gate_up == plain.gate_up != lean
+    assert plain.grad_act != lean
+    assert odd.grad_down.block_k == plain.grad_down.block_k
