@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from piper_kernels.dist.links import Level
 from piper_kernels.dist.simulate import SimulationResult
 
 _PHASES = {"flat": "#8a8f98", "I": "#9db7d8", "II": "#1b4f8f", "III": "#d9a441"}
-_LEVELS = {"node": "#9db7d8", "group": "#4a7fb5", "far": "#b5553b"}
+_LEVELS: dict[Level, str] = {"node": "#9db7d8", "group": "#4a7fb5", "far": "#b5553b"}
 _INK = "#1f2430"
 
 
@@ -35,7 +36,8 @@ def draw_simulation(path: Path, results: Sequence[SimulationResult], title: str)
 
 def _draw_phases(axes: Any, results: Sequence[SimulationResult]) -> None:
     """A row for each phase of each algorithm."""
-    names, places = [], []
+    names: list[str] = []
+    places: list[int] = []
     for result in results:
         for phase in result.phases:
             place = -len(places)
@@ -58,7 +60,7 @@ def _draw_levels(axes: Any, results: Sequence[SimulationResult]) -> None:
     names = [result.algorithm for result in results]
     below = [0.0] * len(results)
     for level, color in _LEVELS.items():
-        sent = [dict(result.level_bytes).get(level, 0.0) / 1e9 for result in results]  # type: ignore[arg-type]
+        sent = [result.level_bytes.get(level, 0.0) / 1e9 for result in results]
         axes.bar(names, sent, bottom=below, color=color, label=level)
         below = [a + b for a, b in zip(below, sent, strict=True)]
     axes.set_ylabel("GB sent", fontsize=8)
@@ -69,7 +71,8 @@ def _draw_levels(axes: Any, results: Sequence[SimulationResult]) -> None:
 
 def _draw_links(axes: Any, results: Sequence[SimulationResult]) -> None:
     """The three busiest links of each."""
-    names, places = [], []
+    names: list[str] = []
+    places: list[int] = []
     for result in results:
         for link in result.links[:3]:
             places.append(-len(places))

@@ -9,7 +9,7 @@ top_k, S seq_len.
 
 from typing import NamedTuple
 
-from piper_kernels.cost import EXPERT_ID_BYTES, GATE_BYTES, INDEX_BYTES
+from piper_kernels.cost.sizes import EXPERT_ID_BYTES, GATE_BYTES, INDEX_BYTES
 from piper_kernels.pipeline.attention_description import Attention, GroupedAttention
 from piper_kernels.pipeline.memory_settings import ActivationRules
 from piper_kernels.pipeline.model_description import (
