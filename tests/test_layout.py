@@ -27,6 +27,7 @@ TESTED_ELSEWHERE = {
     "piper_kernels/dist/halo_program.py": "data; tests/dist/test_halo_routes.py carries it out",
     "piper_kernels/dist/header.py": "mistakes in tests/dist/test_all_to_all.py, test_dispatcher.py",
     "piper_kernels/dist/messages.py": "tests/dist/test_all_to_all.py and test_exchange_faults.py",
+    "piper_kernels/triton/offline/compiling.py": "tests/triton/offline/test_pool.py and _recording",
     "piper_kernels/testing/cluster/bridge_engine.py": "tests/testing/cluster/test_cluster.py",
     "piper_kernels/testing/cluster/counters.py": "tests/testing/cluster/test_cluster.py",
     "piper_kernels/testing/cluster/host.py": "tests/testing/cluster/test_cluster.py",
