@@ -19,7 +19,7 @@ from piper_kernels.errors import PiperError, did_you_mean
 COMMANDS = {
     "train": ("piper_kernels.train.command", "train a Mixture-of-Experts language model"),
     "tune": ("piper_kernels.tune", "measure which tiles the GPU kernels should use"),
-    "probe": ("piper_kernels.dist.probe_command", "measure the network between ranks"),
+    "probe": ("piper_kernels.pipeline.probe_command", "measure this machine: network and device"),
     "simulate": ("piper_kernels.dist.simulate_command", "model an exchange on a network"),
     "plan": ("piper_kernels.pipeline.plan_command", "plan a run: what fits, how fast, and why"),
     "inspect": ("piper_kernels.triton.offline.command", "compile every kernel for GPUs not here"),

@@ -110,7 +110,7 @@ def _table(title: str, steps: StepModel, ranked: tuple[Ranked, ...]) -> Table:
             f"{one.most_bytes / 2**30:.1f}",
             f"{one.step_s:.3f}",
             f"{step.mfu:.1%}",
-            f"{step.timeline.bubble_share:.1%}",
+            f"{max(step.timeline.bubble_share, 0.0):.1%}",
         )
     return table
 

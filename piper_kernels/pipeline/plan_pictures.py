@@ -86,7 +86,10 @@ class Pictures:
         usable = self.steps.platform.device.usable_bytes / 2**30
         axis.axhline(usable, color="black", linewidth=1, linestyle="--")
         axis.set(title="memory at the peak", xlabel="pipeline rank", ylabel="GiB")
-        axis.legend(fontsize=7)
+        axis.text(-0.5, usable, " a job may fill", fontsize=7, va="bottom")
+        axis.set(xlim=(-0.5, strategy.pp - 0.5), ylim=(0, 1.12 * max(usable, *bottom + rest)))
+        _count_along(axis.xaxis)
+        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
     def _timeline(self, axis: Any) -> None:
         """Every pass of every rank."""
@@ -96,6 +99,7 @@ class Pictures:
             colors = [_KINDS[event.step.actions[0].kind] for event in events]
             axis.broken_barh(spans, (rank - 0.4, 0.8), facecolors=colors)
         axis.invert_yaxis()
+        _count_along(axis.yaxis)
         share = f"{timeline.bubble_share:.1%} idle"
         title = f"one step: forward light, backward dark, weights green; {share}"
         axis.set(title=title, xlabel="s", ylabel="pipeline rank")
@@ -116,7 +120,13 @@ class Pictures:
         per_node = max(self.steps.platform.topology.nodes[0].nics) + 1
         sent = np.asarray(prediction.nic_out_bytes) / 1e6
         padded = np.pad(sent, (0, -len(sent) % per_node)).reshape(-1, per_node)
-        image = axis.imshow(padded, aspect="auto", cmap="Blues", vmin=0)
+        most = float(sent.max())
+        image = axis.imshow(padded, aspect="auto", cmap="Blues", vmin=0, vmax=most or 1.0)
+        if most == 0.0:
+            center = (per_node - 1) / 2, (len(padded) - 1) / 2
+            axis.text(*center, "one node holds all experts: nothing leaves it", ha="center")
+        _count_along(axis.xaxis)
+        _count_along(axis.yaxis)
         axis.figure.colorbar(image, ax=axis, label="MB out of the NIC")
         levels = ", ".join(f"{k} {v / 1e6:.0f} MB" for k, v in prediction.level_bytes.items())
         title = f"{prediction.name}, one expert group: {levels}"
@@ -141,7 +151,16 @@ class Pictures:
         first = rates[0] / counts[0]
         axis.plot(counts, [first * count for count in counts], color="grey", linestyle=":")
         axis.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens/s")
+        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.set_xticks([], minor=True)
         axis.set_title("the best strategy on other numbers of GPUs; dotted: in proportion")
+
+
+def _count_along(axis: Any) -> None:
+    """Whole numbers only: ranks, nodes and NICs have no halves."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _png(drawer: Any) -> bytes:

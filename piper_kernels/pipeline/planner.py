@@ -322,6 +322,10 @@ def _nearest_change(steps: StepModel, peak_bytes: PeakBytes, space: SearchSpace)
 
 
 def _fits_somewhere(steps: StepModel, peak_bytes: PeakBytes, space: SearchSpace) -> bool:
+    try:
+        steps.platform.check_reach(space.num_gpus)
+    except PlanError:
+        return False
     available = float(steps.platform.device.usable_bytes)
     strategies = valid_strategies(steps.model, steps.platform, space, Counter())
     return any(max(peak_bytes(strategy)) <= available for strategy in strategies)

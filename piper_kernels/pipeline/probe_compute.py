@@ -102,6 +102,23 @@ def probe_compute(
     )
 
 
+def probe_rank() -> Device:
+    """Measure what one rank computes with here: a GPU, or one thread and its share of the memory.
+
+    Ranks on a CPU share its memory; each is given an equal part.
+    """
+    if torch.cuda.is_available():
+        return probe_compute(f"cuda:{torch.cuda.current_device()}")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        device = probe_compute("cpu")
+    finally:
+        torch.set_num_threads(num_threads)
+    num_cores = len(os.sched_getaffinity(0))
+    return device.replace(memory_bytes=device.memory_bytes // num_cores)
+
+
 def _curve(points: Sequence[int], rates: Sequence[float], peak: float) -> Curve:
     return tuple((float(at), rate / peak) for at, rate in zip(points, rates, strict=True))
 

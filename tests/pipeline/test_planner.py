@@ -155,3 +155,15 @@ def test_search_refuses_what_the_platform_does_not_reach() -> None:
     alone = H100.replace(topology=H100.topology.replace(links=links, fabric=None))
     with pytest.raises(PlanError, match="describes one node only, got 16"):
         search(StepModel(MODEL, ExchangePrices(alone)), memory_of(1e8), replace(SPACE, num_gpus=16))
+
+
+def test_search_offers_no_change_beyond_the_platform() -> None:
+    links = H100.topology.links.replace(group=None, far=None)
+    alone = H100.replace(topology=H100.topology.replace(links=links, fabric=None))
+    steps = StepModel(MODEL, ExchangePrices(alone))
+    with pytest.raises(InfeasiblePlanError) as caught:
+        search(steps, memory_of(4e10), replace(SPACE, num_gpus=8))
+    message = str(caught.value)
+    assert "none fits" in message
+    assert "on 16 GPUs" not in message
+    assert "on 32 GPUs" not in message
