@@ -262,7 +262,7 @@ def search_rows() -> list[TimeRow]:
         steps, memory = StepModel(model, prices), RankMemory(model, prices)
         space = SearchSpace(num_gpus=num_gpus, global_batch=4 * num_gpus, seq_len=4096)
         start = time.perf_counter()
-        search(steps, memory.peak_bytes, space)
+        search(steps, memory.peak_bytes, space, least_bytes=memory.least_bytes)
         seconds = time.perf_counter() - start
         name = f"{num_gpus} GPUs"
         rows.append(TimeRow(group="search, seconds", name=name, predicted=seconds, measured=target))

@@ -1,13 +1,6 @@
-"""Measure the network between the ranks of a job, for the planner and the exchange.
+"""The network's half of ``piper probe``: flags, starting ranks, the three files.
 
-Start it like the job itself, with torchrun; alone it starts some ranks on this machine. It writes
-three files: FILE.json, the topology; FILE.points.json, what was measured; FILE.png, the points and
-the curves fitted to them.
-
-For example:
-  piper probe --out machine.json
-  torchrun --nnodes 4 --nproc-per-node 8 ... -m piper_kernels probe --out machine.json
-  piper simulate --topology machine.json
+``pipeline/probe_command.py`` is the command; it adds the device.
 """
 
 import argparse
@@ -210,10 +203,11 @@ def _write(out: Path, report: "ProbeReport") -> None:
         written += f", {out.with_suffix('.png')}"
     else:
         written += "; no picture: pip install matplotlib"
-    _say(written)
+    say(written)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print one line, however wide the terminal."""
     from rich.console import Console
 
     Console(highlight=False).print(text, soft_wrap=True, markup=False)

@@ -65,7 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
         is_optimizer_sharded=not arguments.no_shard,
         fixed={} if arguments.explain is None else _read_pair(arguments.explain),
     )
-    result = search(steps, memory.peak_bytes, space, num_best=arguments.top)
+    result = search(
+        steps,
+        memory.peak_bytes,
+        space,
+        least_bytes=memory.least_bytes,
+        num_best=arguments.top,
+    )
     is_terminal = sys.stdout.isatty()
     console = Console(width=min(Console().width, 100) if is_terminal else 100)
     best = result.best[0]

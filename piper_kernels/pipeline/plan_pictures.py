@@ -142,7 +142,13 @@ class Pictures:
                 continue
             space = replace(self.space, num_gpus=count, fixed={})
             try:
-                result = search(self.steps, self.memory.peak_bytes, space, num_best=1)
+                result = search(
+                    self.steps,
+                    self.memory.peak_bytes,
+                    space,
+                    least_bytes=self.memory.least_bytes,
+                    num_best=1,
+                )
             except PlanError:
                 continue
             found.append((count, self.space.global_batch * space.seq_len / result.best[0].step_s))

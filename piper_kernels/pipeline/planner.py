@@ -24,6 +24,9 @@ FRONT_SLACK = 1.25
 
 # peak bytes of each pipeline rank, ``[pp]``
 PeakBytes = Callable[[Strategy], Sequence[float]]
+# bytes that the largest of them cannot be below
+LeastBytes = Callable[[Strategy], float]
+_TOO_LARGE = "memory: the fullest rank exceeds the GPU"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +103,12 @@ class SearchResult:
 
 
 def search(
-    steps: StepModel, peak_bytes: PeakBytes, space: SearchSpace, *, num_best: int = 5
+    steps: StepModel,
+    peak_bytes: PeakBytes,
+    space: SearchSpace,
+    *,
+    least_bytes: LeastBytes | None = None,
+    num_best: int = 5,
 ) -> SearchResult:
     """Find the fastest strategies that fit.
 
@@ -108,6 +116,7 @@ def search(
         steps: predicts the step of a strategy.
         peak_bytes: predicts its memory.
         space: of the search.
+        least_bytes: bytes that the largest of ``peak_bytes`` cannot be below; saves time.
         num_best: returned at most.
 
     Raises:
@@ -116,7 +125,7 @@ def search(
     """
     steps.platform.check_reach(space.num_gpus)
     reasons: Counter[str] = Counter()
-    found = _best_first(steps, peak_bytes, space, num_best, reasons)
+    found = _best_first(steps, peak_bytes, least_bytes, space, num_best, reasons)
     if not found.played:
         raise _infeasible(steps, peak_bytes, space, found, reasons)
     played = sorted(found.played, key=lambda one: (one.step_s, one.most_bytes))
@@ -184,6 +193,7 @@ class _Found:
 def _best_first(
     steps: StepModel,
     peak_bytes: PeakBytes,
+    least_bytes: LeastBytes | None,
     space: SearchSpace,
     num_best: int,
     reasons: Counter[str],
@@ -195,6 +205,8 @@ def _best_first(
     heapq.heapify(heap)
     found, order = _Found(played=[], times=[]), len(heap)
     splits: dict[object, tuple[int, ...]] = {}
+    available = float(steps.platform.device.usable_bytes)
+    hopeless: list[tuple[float, Strategy]] = []
     while heap:
         bound, _, strategy, is_close = heapq.heappop(heap)
         if not found.could_matter(bound, 0.0, num_best):
@@ -202,9 +214,18 @@ def _best_first(
         if is_close:
             _look_at(steps, peak_bytes, strategy, bound, found, num_best, reasons)
             continue
+        if least_bytes is not None and least_bytes(strategy) > available:
+            hopeless.append((bound, strategy))
+            continue
         for one in _splits(steps, strategy, splits):
             order += 1
             heapq.heappush(heap, (max(bound, steps.bound_s(one)), order, one, True))
+    if found.played:
+        reasons[_TOO_LARGE] += len(hopeless)
+    else:
+        # nothing fits: which one lacks least decides what is said
+        for bound, strategy in hopeless:
+            _look_at(steps, peak_bytes, strategy, bound, found, num_best, reasons)
     return found
 
 
@@ -223,7 +244,7 @@ def _look_at(
     most = max(peaks)
     found.num_seen += 1
     if most > available:
-        reasons["memory: the fullest rank exceeds the GPU"] += 1
+        reasons[_TOO_LARGE] += 1
         if found.nearest is None or most < found.nearest.needed_bytes:
             found.nearest = TooLarge(
                 strategy=strategy,

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         platform = describe_machine(Topology.load(arguments.out), probe_rank())
         write_whole("probe", "--platform", wanted, platform.save)
-        print(f"written: {wanted}")
+        network.say(f"written: {wanted}")
     return status
 
 

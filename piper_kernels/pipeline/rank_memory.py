@@ -101,6 +101,7 @@ class RankMemory:
         self.prices = prices
         self._layers = LayerKinds(model)
         self._stages: dict[object, dict[object, StageMemory]] = {}
+        self._whole: dict[object, StageMemory] = {}
 
     def settings(self, strategy: Strategy) -> MemorySettings:
         """The memory model's settings of a strategy."""
@@ -126,11 +127,8 @@ class RankMemory:
 
     def stages(self, strategy: Strategy) -> list[StageMemory]:
         """``[num_stages]`` memory of each stage on one of its ranks."""
-        s, found = strategy, []
-        sizes = (s.microbatch_size, s.seq_len, s.dp, s.ep, s.tp, s.checkpointing, s.experts_save)
-        rest = (s.optimizer, s.is_optimizer_sharded, s.is_attention_fused, s.is_sequence_parallel)
-        # hashing settings each time would take longer than the look-up
-        known = self._stages.setdefault((sizes, rest), {})
+        found = []
+        known = self._stages.setdefault(_setting_key(strategy), {})
         for layers in self._layers.stages(strategy.layers_per_stage):
             key = (layers.counts, layers.is_first, layers.is_last)
             if key not in known:
@@ -145,6 +143,18 @@ class RankMemory:
         count = strategy.num_microbatches
         states = live_states(strategy.schedule, strategy.pp, count, num_local)
         return tuple(max(sum(one.counts) for one in rank) for rank in states)
+
+    def least_bytes(self, strategy: Strategy) -> float:
+        """Bytes that the fullest rank cannot be below, quickly: the mean over pipeline ranks.
+
+        Every rank holds its parameters, and at some time one microbatch of each of its stages.
+        """
+        key = _setting_key(strategy)
+        if key not in self._whole:
+            everything = range(self.model.num_layers)
+            self._whole[key] = stage_memory(self.model, everything, self.settings(strategy))
+        whole = self._whole[key]
+        return (whole.static_bytes + whole.activation_bytes) / strategy.pp
 
     def peak_bytes(self, strategy: Strategy) -> tuple[float, ...]:
         """``[pp]`` peak of each pipeline rank.
@@ -162,6 +172,14 @@ class RankMemory:
             fixed = sum(one.static_bytes + one.communication_bytes for one in mine)
             peaks.append(fixed + max(_state_bytes(state, mine) for state in states[rank]))
         return tuple(peaks)
+
+
+def _setting_key(strategy: Strategy) -> tuple[object, ...]:
+    """All that a stage's memory depends on besides its layers; hashed quicker than settings."""
+    s = strategy
+    sizes = (s.microbatch_size, s.seq_len, s.dp, s.ep, s.tp, s.checkpointing, s.experts_save)
+    rest = (s.optimizer, s.is_optimizer_sharded, s.is_attention_fused, s.is_sequence_parallel)
+    return sizes, rest
 
 
 def _state_bytes(state: LiveState, stages: list[StageMemory]) -> float:

@@ -167,3 +167,17 @@ def test_search_offers_no_change_beyond_the_platform() -> None:
     assert "none fits" in message
     assert "on 16 GPUs" not in message
     assert "on 32 GPUs" not in message
+
+
+def test_search_finds_the_same_with_a_bound_on_memory() -> None:
+    for limit in (1e9, 6e9, 4e10):
+        memory = memory_of(limit)
+        space = replace(SPACE, num_gpus=8)
+        results = []
+        for least_bytes in (None, lambda one, memory=memory: max(memory(one)) / 2):
+            try:
+                found = search(STEPS, memory, space, least_bytes=least_bytes)
+                results.append([(one.strategy, one.step_s) for one in found.best])
+            except InfeasiblePlanError as error:
+                results.append(str(error).split("none fits")[1])
+        assert results[0] == results[1]

@@ -1,4 +1,4 @@
-"""`piper probe --platform`: the network of real ranks and a device in the file that `plan` reads."""
+"""`piper probe --platform`: real ranks and a device, in the file that `plan` reads."""
 
 from pathlib import Path
 

@@ -44,6 +44,7 @@ def test_peak_bytes_is_the_timelines(name, pp: int, count: int, checkpointing) -
         own = {stage: stages[stage] for stage in schedule.stages_of(rank)}
         actions = [action for step in schedule.steps[rank] for action in step.actions]
         assert peak == pytest.approx(memory_peak(memory_events(own, actions)).peak_bytes)
+    assert 0 < MEMORY.least_bytes(one) <= max(MEMORY.peak_bytes(one))
 
 
 def test_live_counts_microbatches() -> None:
