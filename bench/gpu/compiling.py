@@ -9,12 +9,9 @@ other parts find the result in Triton's cache on disk.
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
-from unittest.mock import patch
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +24,9 @@ from bench.gpu.part_log import NotMeasured, PartLog, Row
 from bench.gpu.problem import PLAIN, Weights
 from piper_kernels.contracts import ExpertsNeeds, ExpertsWeights
 
+if TYPE_CHECKING:
+    from piper_kernels.triton.launch import Launch
+
 META = Device(torch_device=torch.device("meta"), is_dry=False)
 # each holds a context on the device
 MOST_PROCESSES = 12
@@ -37,24 +37,16 @@ ALL = ExpertsNeeds(
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Launch:
-    """A launch that was recorded instead of made."""
+def launch_key(launch: "Launch") -> tuple[Any, ...]:
+    """Launches with equal keys compile to the same binary."""
+    names = set(launch.kernel.arg_names)
+    cells = ((name, _kind(name, value, names)) for name, value in launch.arguments.items())
+    return (launch.kernel.fn.__qualname__, *sorted(cells, key=str))
 
-    kernel: Any
-    grid: Any
-    arguments: dict[str, Any]
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal keys compile to the same binary."""
-        names = set(self.kernel.arg_names)
-        cells = ((name, _kind(name, value, names)) for name, value in self.arguments.items())
-        return (self.kernel.fn.__qualname__, *sorted(cells, key=str))
-
-    def compile(self) -> None:
-        """Compile it for the current device without running it."""
-        self.kernel.run(grid=self.grid, warmup=True, **self.arguments)
+def compile_launch(launch: "Launch") -> None:
+    """Compile it for the current device without running it; the grid does not matter to that."""
+    launch.kernel.run(grid=(1,), warmup=True, **launch.arguments)
 
 
 def _kind(name: str, value: Any, kernel_arguments: set[str]) -> Any:
@@ -63,21 +55,6 @@ def _kind(name: str, value: Any, kernel_arguments: set[str]) -> Any:
         return str(value.dtype)
     is_run_time_int = isinstance(value, int) and name in kernel_arguments and not name.isupper()
     return (value == 1, value % 16 == 0) if is_run_time_int else value
-
-
-@contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """Collect the launches made inside the block; none of them runs."""
-    from triton.runtime.jit import JITFunction
-
-    launches: list[Launch] = []
-
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        assert not args, "Piper launches with keywords"
-        launches.append(Launch(kernel, grid, kwargs))
-
-    with patch.object(JITFunction, "run", record):
-        yield launches
 
 
 def run_layer(x: Tensor, ids: Tensor, gates: Tensor, weights: ExpertsWeights) -> None:
@@ -119,13 +96,15 @@ def bench_layers() -> Iterator[Callable[[], None]]:
         yield partial(run_layer, x, ids, gates, weights)
 
 
-def list_launches() -> list[Launch]:
+def list_launches() -> "list[Launch]":
     """Every different launch of the other parts, the benches' first; the same in each process."""
-    with record_launches() as launches:
+    from piper_kernels.triton.launch import recorded_launches
+
+    with recorded_launches() as launches:
         for layers in (bench_layers(), check_layers()):
             for layer in layers:
                 layer()
-    return list({launch.key: launch for launch in launches}.values())
+    return list({launch_key(launch): launch for launch in launches}.values())
 
 
 def compile_share(index: int, num_shares: int, seconds: float) -> tuple[int, list[str]]:
@@ -141,7 +120,7 @@ def compile_share(index: int, num_shares: int, seconds: float) -> tuple[int, lis
             errors.append("time was up")
             break
         try:
-            launch.compile()
+            compile_launch(launch)
             num_compiled += 1
         except Exception as error:
             errors.append(f"{launch.kernel.fn.__name__}: {type(error).__name__}: {error}"[:200])

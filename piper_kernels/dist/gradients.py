@@ -86,7 +86,7 @@ def clip_grad_norm_(
         The norm before, 0-dim fp64, the same on every rank.
 
     Raises:
-        ConfigError: a norm type or limit that cannot work, or a gradient that is a partial sum.
+        ConfigError: a norm type or limit that cannot work, or a parameter that is a partial sum.
         TrainingError: the norm is not finite, and that was asked for.
 
     Example:
@@ -99,6 +99,7 @@ def clip_grad_norm_(
     require(max_norm > 0, name, "max_norm", "be above 0", max_norm)
     require(norm_type > 0, name, "norm_type", "be above 0", norm_type)
     shares = list_shares(model) if isinstance(model, nn.Module) else model
+    _place_as_parameters(shares)
     total = _total_norm(shares, norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         sentence = f"{name}: the norm of all gradients must be finite, got {total.item()}."
@@ -150,6 +151,21 @@ def reduce_gradients(
     _divide(dense, num_ranks)
 
 
+def _place_as_parameters(shares: Sequence[Share]) -> None:
+    """Lay each gradient out as its parameter is.
+
+    Autograd may leave another layout: under tensor parallelism the gradient of a sharded embedding
+    is whole on every rank (transformers 5.25).
+    """
+    for share in shares:
+        for parameter in share.parameters:
+            grad = parameter.grad
+            if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+                continue
+            if grad.placements != parameter.placements:
+                parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
 def _total_norm(shares: Sequence[Share], norm_type: float) -> Tensor:
     """The norm over all ranks; every rank takes part in every sum, with or without gradients."""
     is_max = math.isinf(norm_type)
@@ -188,10 +204,10 @@ def _spread_of(parameter: Tensor) -> tuple[int, ...]:
 def _sharded_dims(parameter: DTensor) -> list[int]:
     for index, placement in enumerate(parameter.placements):
         if placement.is_partial():
-            requirement, remedy = "be reduced", "Call redistribute on the gradient first."
+            requirement, remedy = "be reduced", "Call redistribute on the parameter first."
             found = f"a partial sum on mesh dim {index}"
             raise ConfigError(
-                instruction("clip_grad_norm_", "gradients", requirement, found, remedy)
+                instruction("clip_grad_norm_", "parameters", requirement, found, remedy)
             )
     return [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
 

@@ -26,6 +26,7 @@ REQUIREMENTS = (
     Requirement("torch", "2.10"),
     Requirement("triton", "3.6"),
     Requirement("numpy", "1.26"),
+    Requirement("scipy", "1.11"),
     Requirement("einops", "0.8"),
     Requirement("pydantic", "2.8"),
     Requirement("rich", "13.7"),

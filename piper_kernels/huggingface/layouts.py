@@ -64,6 +64,15 @@ _BY_GATE: dict[tuple[str, str], Callable[[Any], Activation]] = {
         ): _clamped("limit", alpha="alpha", up_offset=1.0),
     }.items()
 }
+# Gates that clamp what the activation gives, where ours clamps what goes in; without a limit they
+# are the default gate.
+_CLAMPED_AFTER = {
+    (f"transformers.models.{module}", f"{name}._apply_gate")
+    for module, name in (
+        ("bailing_hybrid.modeling_bailing_hybrid", "BailingHybridExperts"),
+        ("step3p7.modeling_step3p7", "Step3p7Experts"),
+    )
+}
 _DEFAULT_GATE = ("transformers.integrations.moe", "_default_apply_gate")
 
 
@@ -98,7 +107,8 @@ def _find_activation(module: Any) -> Activation | None:
         name = (gate.__module__, gate.__qualname__)
         if name in _BY_GATE:
             return _BY_GATE[name](module)
-        if name != _DEFAULT_GATE:
+        is_default = name == _DEFAULT_GATE or (name in _CLAMPED_AFTER and module.limit is None)
+        if not is_default:
             return None
     function = module.act_fn
     return SWIGLU if function is F.silu else _BY_CLASS.get(type(function))

@@ -6,6 +6,7 @@ without anybody listing it. Imported by its own name only: the other helpers nee
 
 import ast
 import importlib
+import inspect
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,13 @@ SIZES: dict[str, Any] = {
 
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 _ONE_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
+# a limit for each layer
+_CLAMPED = {"swiglu_limits": [0.7, 0.7]}
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 # What a family needs beyond the common sizes, mostly one layer of each of its kinds.
 SETTINGS: dict[str, dict[str, Any]] = {
     "axk1": {"head_dim": 4},
-    "bailing_hybrid": _HYBRID | _ONE_SPARSE,
+    "bailing_hybrid": _HYBRID | _ONE_SPARSE | _CLAMPED,
     "beam": _ONE_SPARSE,
     "deepseek_ocr2": _ONE_SPARSE,
     "deepseek_v3": {"head_dim": 4, "n_group": 2, "topk_group": 1},
@@ -112,7 +115,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "kimi_linear": _HYBRID | _ONE_SPARSE,
+    # keys and values are rounded in blocks of 16
+    "kolibri1_1": {
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "index_num_heads": 1,
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "mlp_only_layers": [],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"head_dim": 4, "num_layers": 1, "zero_expert_num": 2},
     "mimo_v2_flash": {"num_key_value_heads": 2},
     "qwen3_5_moe": _HYBRID,
     "qwen3_next": _HYBRID,
@@ -124,6 +136,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "step3p7": _ONE_SPARSE | _CLAMPED | {"pad_token_id": 0, "sliding_window": 8},
     "zaya": {"num_experts_per_tok": 1, "num_key_value_heads": 2},
 }
 
@@ -238,8 +251,12 @@ def tiny_experts(
     config._experts_implementation = experts
     widths = getattr(config, "moe_intermediate_size", None)
     # one width per modality: ernie4_5_vl_moe hands each experts module its own
-    width = {"intermediate_size": widths[0]} if isinstance(widths, list) else {}
-    return _build(getattr(modeling_module(family), class_name), config, **width).to(dtype)
+    options: dict[str, Any] = {"intermediate_size": widths[0]} if isinstance(widths, list) else {}
+    experts_class = getattr(modeling_module(family), class_name)
+    # the limits of a clamp differ by layer in some families
+    if "layer_idx" in inspect.signature(experts_class).parameters:
+        options["layer_idx"] = 0
+    return _build(experts_class, config, **options).to(dtype)
 
 
 def tiny_model(

@@ -66,20 +66,24 @@ class Meshed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-        places: list[tuple[Any, Any]] = [
-            (one, [Shard(0)]),
-            (two, [Replicate(), Shard(0)]),
-            (two, [Shard(0), Shard(1)]),
-            (two, [Replicate(), Replicate()]),
+        whole = [Replicate(), Replicate()]
+        # mesh, placements of the parameter and of its gradient, which autograd may leave otherwise
+        places: list[tuple[Any, Any, Any]] = [
+            (one, [Shard(0)], [Shard(0)]),
+            (one, [Shard(0)], [Replicate()]),
+            (two, [Replicate(), Shard(0)], [Replicate(), Shard(0)]),
+            (two, [Shard(0), Shard(1)], [Shard(0), Shard(1)]),
+            (two, whole, whole),
+            (two, whole, [Shard(0), Replicate()]),
         ]
         self.plain = nn.Parameter(torch.zeros(2))
         self.plain.grad = torch.tensor([1.0, -2.0])
         self.whole = [self.plain.grad.clone()]
-        for index, (mesh, placements) in enumerate(places):
+        for index, (mesh, placements, grad_placements) in enumerate(places):
             grad = torch.arange(6.0).reshape(3, 2) + index
             self.whole.append(grad)
             made = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, placements))
-            made.grad = distribute_tensor(grad.clone(), mesh, placements)
+            made.grad = distribute_tensor(grad.clone(), mesh, grad_placements)
             self.register_parameter(f"p{index}", made)
 
 
@@ -97,7 +101,7 @@ def meshed_norms() -> list[bool]:
 
 def test_clip_grad_norm_over_mixed_meshes() -> None:
     # torch's own raises "must have the same mesh" here
-    assert run_ranks(meshed_norms, 4) == [[True] * 6] * 4
+    assert run_ranks(meshed_norms, 4) == [[True] * 8] * 4
 
 
 def test_clip_grad_norm_refuses_what_is_not_finite() -> None:
