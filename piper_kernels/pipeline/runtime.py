@@ -150,6 +150,9 @@ class Runtime:
             TransferError: a peer of an exchange died, hangs or disagrees.
         """
         self._agree(inputs, targets, mask)
+        for stage in self.stages:
+            if stage.counter is not None:
+                stage.counter.take()
         schedule = self._schedule_for(inputs, is_training=True)
         losses = self._run(schedule, inputs, targets, mask)
         return self._collect(losses)
@@ -268,7 +271,7 @@ class Runtime:
         for stage, first in zip(self.stages, self._first_rows, strict=True):
             if stage.counter is not None:
                 own = stage.counter.counts
-                # the sum over all replicas, for whoever balances by it; zero before the next step
+                # the sum over all replicas, for whoever balances by it, until the next step
                 own.copy_(counts[first : first + len(own), : own.shape[1]])
         values = totals.tolist()
         return StepLosses(
@@ -288,7 +291,7 @@ class Runtime:
     def share_of(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
         """A microbatch's real tokens over the step's."""
         num_real = inputs.shape[0] * inputs.shape[1] if mask is None else (mask != 0).sum()
-        return num_real / self._totals.num_real
+        return num_real / self._totals.num_real.double()
 
 
 class _Runner(nn.Module):
