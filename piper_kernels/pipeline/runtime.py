@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from piper_kernels.dist.mesh import ParallelMesh
 from piper_kernels.dist.traffic_classes import TrafficClasses
 from piper_kernels.errors import PlanError, require
+from piper_kernels.pipeline.non_finite import NonFiniteWatch
 from piper_kernels.pipeline.plan import Plan
 from piper_kernels.pipeline.stage import Stage
 from piper_kernels.pipeline.stage_gradients import StageGradients
@@ -100,6 +101,7 @@ class Runtime:
     _totals: _Totals = field(init=False)
     _first_rows: tuple[int, ...] = field(init=False)
     _counts_shape: tuple[int, int] = field(init=False)
+    _watches: list[NonFiniteWatch] = field(init=False)
 
     def __post_init__(self) -> None:
         self.modules = nn.ModuleList(self.stages)
@@ -114,6 +116,7 @@ class Runtime:
             stage.balance_scale = self.rules.balance_weight
             stage.z_scale = self.rules.z_weight
         self._first_rows, self._counts_shape = self._place_counts()
+        self._watches = [NonFiniteWatch(stage) for stage in self.stages]
 
     @property
     def device(self) -> torch.device:
@@ -153,6 +156,8 @@ class Runtime:
         for stage in self.stages:
             if stage.counter is not None:
                 stage.counter.take()
+        for watch in self._watches:
+            watch.reset()
         schedule = self._schedule_for(inputs, is_training=True)
         losses = self._run(schedule, inputs, targets, mask)
         return self._collect(losses)
@@ -171,6 +176,19 @@ class Runtime:
         finally:
             self.modules.train()
         return self._collect(losses)
+
+    def find_non_finite(self) -> str:
+        """Where the first number of the last step that is not finite arose; equal on all ranks.
+
+        Outputs are watched layer by layer, see :class:`NonFiniteWatch`. All ranks call it.
+        """
+        mine = [watch.finding() for watch in self._watches]
+        found = next((text for text in mine if text), "")
+        every: list[Any] = [None] * self.mesh.layout.size
+        stage = self.stages[0].place.index
+        dist.all_gather_object(every, (bool(not found), stage, f"{self.mesh}: {found}"))
+        is_clean, _, text = min(every)
+        return "All layers' outputs were finite." if is_clean else f"First seen at {text}."
 
     def close(self) -> None:
         """End the background thread that reduces gradients."""
