@@ -189,7 +189,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 def check_tensors(
     checkpoint: Path, saved: Mapping[str, object], wanted: dict[str, Tensor], remedy: str
 ) -> None:
-    """Raise ``CheckpointError`` unless the wanted tensors are saved, in their shapes, and no others."""
+    """Raise ``CheckpointError`` unless what is wanted is saved, as it is, and nothing else."""
     where = str(checkpoint)
     # other ranks' generators, of a run on several
     others = {key for key in saved if key.startswith("rng.")} - wanted.keys()

@@ -89,6 +89,7 @@ class CheckpointWriter:
         self._keep, self._timeout_s = keep, timeout_s
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="piper-checkpoint")
         self._pending: Future[None] | None = None
+        self._last_step = -1
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             remove_leftovers(folder)
@@ -101,9 +102,11 @@ class CheckpointWriter:
         """
         self.wait()
         final = self.folder / checkpoint_name(trainer.step)
-        if final.exists():
-            # a run that is resumed has the checkpoint it came from
+        # a run that is resumed has the checkpoint it came from; one that this run is writing gets
+        # its name from rank 0, at a time that differs from rank to rank
+        if trainer.step == self._last_step or final.exists():
             return
+        self._last_step = trainer.step
         tensors = written_tensors(trainer)
         settings = trainer.settings.model_dump(mode="json")
         manifest = Manifest(

@@ -178,9 +178,7 @@ def _introduce(run: ParallelRun, console: Console) -> None:
         f"run      {settings.out}, step {run.trainer.step} of {settings.steps}",
     ]
     if plan.optimizer.is_sharded and mesh.num_replicas > 1:
-        lines.append(
-            "note     the optimizer's state is not sharded: same numbers, more memory"
-        )
+        lines.append("note     the optimizer's state is not sharded: same numbers, more memory")
     if plan.exchange.num_chunks > 1:
         lines.append(f"note     exchanges run in one chunk, not in {plan.exchange.num_chunks}")
     for line in lines:
