@@ -33,6 +33,7 @@ TESTED_ELSEWHERE = {
     "piper_kernels/train/parallel_trainer.py": "tests/train/test_parallel_run.py trains with it",
     "piper_kernels/train/rank_tensors.py": "tests/train/test_parallel_run.py compares all keys",
     "piper_kernels/testing/training.py": "the plain loop that tests/pipeline/test_runtime.py needs",
+    "piper_kernels/triton/offline/compiling.py": "tests/triton/offline/test_pool.py and _recording",
     "piper_kernels/testing/cluster/bridge_engine.py": "tests/testing/cluster/test_cluster.py",
     "piper_kernels/testing/cluster/counters.py": "tests/testing/cluster/test_cluster.py",
     "piper_kernels/testing/cluster/host.py": "tests/testing/cluster/test_cluster.py",

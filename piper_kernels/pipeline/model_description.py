@@ -222,6 +222,10 @@ class ModelDescription:
         require(fits, "ModelDescription", "layers", "be at least one", len(self.layers))
         check_choice("ModelDescription", "norm", self.norm, NormKind)
         check_choice("ModelDescription", "dtype", self.dtype, Dtype)
+        # equal layers become one object, so that a search can tell them apart without hashing them
+        one_of: dict[Layer, Layer] = {}
+        layers = tuple(one_of.setdefault(layer, layer) for layer in self.layers)
+        object.__setattr__(self, "layers", layers)
 
     @property
     def num_layers(self) -> int:
@@ -256,7 +260,11 @@ class ModelDescription:
 
     def layer_parameters(self, index: int) -> LayerParameters:
         """Parameters of layer ``index`` by part."""
-        layer, hidden = self.layers[index], self.hidden_size
+        return self.parameters_of(self.layers[index])
+
+    def parameters_of(self, layer: Layer) -> LayerParameters:
+        """Parameters of one of the layers by part."""
+        hidden = self.hidden_size
         attention, norms = layer.attention.num_parameters(hidden), 2 * self.norm_parameters
         experts = layer.experts
         if experts is None:

@@ -39,7 +39,6 @@ class LiveState:
     is_forward: bool
 
 
-@functools.lru_cache(maxsize=256)
 def live_states(
     name: ScheduleName, num_ranks: int, num_microbatches: int, num_local: int
 ) -> tuple[tuple[LiveState, ...], ...]:
@@ -58,7 +57,14 @@ def live_states(
     is_regular = name != "interleaved_1f1b" or num_microbatches % num_ranks == 0
     count = min(num_microbatches, 4 * num_ranks) if is_regular else num_microbatches
     assert num_microbatches % num_rounds(num_ranks, num_microbatches) == 0 or is_regular
-    schedule = make_schedule(name, num_ranks, count, num_local)
+    return _states_of(name, num_ranks, count, num_local)
+
+
+@functools.lru_cache(maxsize=256)
+def _states_of(
+    name: ScheduleName, num_ranks: int, num_microbatches: int, num_local: int
+) -> tuple[tuple[LiveState, ...], ...]:
+    schedule = make_schedule(name, num_ranks, num_microbatches, num_local)
     return tuple(
         _largest(steps, schedule.stages_of(rank)) for rank, steps in enumerate(schedule.steps)
     )

@@ -67,11 +67,20 @@ def num_local_experts(num_experts: int, ep_size: int) -> int:
     return -(-num_experts // ep_size)
 
 
+def _count_layers(model: ModelDescription, layers: range) -> list[tuple[Layer, int]]:
+    """The different layers of a stage and how many of each: equal ones are one object."""
+    counted: dict[int, tuple[Layer, int]] = {}
+    for layer in model.layers[layers.start : layers.stop]:
+        _, count = counted.get(id(layer), (layer, 0))
+        counted[id(layer)] = layer, count + 1
+    return list(counted.values())
+
+
 def _parameters_of_layer(
-    model: ModelDescription, layer: Layer, index: int, settings: MemorySettings
+    model: ModelDescription, layer: Layer, settings: MemorySettings
 ) -> tuple[float, float]:
     """Parameters of a layer on one rank: ``(replicated, experts)``."""
-    parts, tp_size = model.layer_parameters(index), settings.tp
+    parts, tp_size = model.parameters_of(layer), settings.tp
     projections = layer.attention.projections(model.hidden_size)
     attention = sum(one.parameters_per_rank(tp_size) for one in projections)
     attention += parts.attention - sum(one.num_parameters for one in projections)
@@ -81,11 +90,17 @@ def _parameters_of_layer(
 
 
 def _parameters_of_stage(
-    model: ModelDescription, layers: range, settings: MemorySettings
+    model: ModelDescription,
+    layers: range,
+    counted: list[tuple[Layer, int]],
+    settings: MemorySettings,
 ) -> tuple[float, float]:
     """Parameters of a stage on one rank: ``(replicated, experts)``."""
-    pairs = [_parameters_of_layer(model, model.layers[i], i, settings) for i in layers]
-    replicated, experts = (sum(column) for column in zip(*pairs, strict=True))
+    replicated = experts = 0.0
+    for layer, count in counted:
+        whole, sharded = _parameters_of_layer(model, layer, settings)
+        replicated += count * whole
+        experts += count * sharded
     is_first, is_last = layers.start == 0, layers.stop == model.num_layers
     if is_first:
         replicated += model.embedding_parameters / settings.tp
@@ -201,27 +216,26 @@ def stage_memory(model: ModelDescription, layers: range, settings: MemorySetting
     require(fits, "stage_memory", "layers", requirement, layers, error=PlanError)
     rules, tp_size, tokens = settings.activations, settings.tp, settings.num_tokens
     element, optimizer = model.element_bytes, settings.optimizer
-    replicated, experts = _parameters_of_stage(model, layers, settings)
+    counted = _count_layers(model, layers)
+    replicated, experts = _parameters_of_stage(model, layers, counted, settings)
     shards = (settings.dp * settings.ep, settings.dp) if optimizer.is_sharded else (1, 1)
     sharded = replicated / shards[0] + experts / shards[1]
     master, state = _state_bytes(optimizer, element)
-    own = [model.layers[index] for index in layers]
-    # equal layers are counted once
-    kept = {layer: kept_by_layer(model, layer, settings) for layer in set(own)}
-    workspace = {layer: _workspace_of_layer(model, layer, settings) for layer in kept}
+    kept = [kept_by_layer(model, layer, settings) for layer, _ in counted]
+    most_workspace = max(_workspace_of_layer(model, layer, settings) for layer, _ in counted)
     ends = [*_boundaries(model, layers, settings), *saved_by_rotary(model)]
-    most_workspace = max(workspace.values())
     if layers.stop == model.num_layers:
         ends += saved_by_head(model, rules)
         most_workspace = max(most_workspace, _workspace_of_head(model, settings))
-    per_token = sum(kept[layer][0] for layer in own) + bytes_per_token(ends, rules, tp_size)
+    per_token = bytes_per_token(ends, rules, tp_size)
+    per_token += sum(count * each for (_, count), (each, _) in zip(counted, kept, strict=True))
     return StageMemory(
         parameter_bytes=(replicated + experts) * element,
         gradient_bytes=(replicated + experts) * (optimizer.gradient_bytes or element),
         master_bytes=sharded * master,
         optimizer_bytes=sharded * state,
         activation_bytes=per_token * tokens,
-        recompute_bytes=max(pair[1] for pair in kept.values()) * tokens,
+        recompute_bytes=max(recomputed for _, recomputed in kept) * tokens,
         workspace_bytes=most_workspace * tokens,
         communication_bytes=_communication(model, layers, settings) * tokens,
     )

@@ -85,6 +85,7 @@ class StepModel:
         self.prices = prices
         self.platform = prices.platform
         self._times: dict[tuple[object, ...], LayerTime] = {}
+        self._stages: dict[tuple[object, ...], dict[tuple[object, ...], StageTime]] = {}
         self.layers = LayerKinds(model)
         parameters = [model.layer_parameters(i) for i in range(model.num_layers)]
         self._replicated = _prefix_sums([each.replicated for each in parameters])
@@ -161,7 +162,11 @@ class StepModel:
         require(fits, "plan", "layers_per_stage", requirement, given, error=PlanError)
         count = len(self.layers.kinds)
         kinds = [self._kind_time(kind, strategy).passes() for kind in range(count)]
-        seen: dict[tuple[object, ...], StageTime] = {}
+        s = strategy
+        mesh = (s.pp, s.dp, s.ep, s.tp, s.microbatch_size, s.seq_len, s.checkpointing)
+        rest = (s.experts_save, s.optimizer, s.is_optimizer_sharded, s.is_attention_fused)
+        # schedules and numbers of microbatches share their stages
+        seen = self._stages.setdefault((mesh, rest, s.is_sequence_parallel), {})
         stages = []
         for layers in self.layers.stages(strategy.layers_per_stage):
             # stages of the same layers are equal: most are

@@ -35,6 +35,9 @@ def test_main_counts_targets(
 ) -> None:
     rows = [Row(group=group, name="a", predicted=predicted, measured=1.0) for group in GROUPS]
     monkeypatch.setattr(validate_model, "memory_rows", lambda: rows)
+    # tests/bench/test_validate_time.py is about these
+    monkeypatch.setattr(validate_model, "time_rows", list)
+    monkeypatch.setattr(validate_model, "time_targets", lambda rows: rows)
     assert main(["--strict"]) == status
     assert main([]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]

@@ -108,7 +108,7 @@ def test_experts_backward_skips_what_nobody_wants(
 
 
 def test_experts_backward_in_two_parts() -> None:
-    # one graph, asked twice: first for x, then for the parameters
+    # A79: one graph, asked twice: first for x, then for the parameters
     inputs = small_inputs()
     leaves = require_grad(inputs, *DIFFERENTIABLE)
     y = call(inputs)
