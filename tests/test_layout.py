@@ -29,6 +29,7 @@ TESTED_ELSEWHERE = {
     "piper_kernels/dist/messages.py": "tests/dist/test_all_to_all.py and test_exchange_faults.py",
     "piper_kernels/pipeline/stage_gradients.py": "tests/pipeline/test_runtime.py: every gradient",
     "piper_kernels/pipeline/torch_schedule.py": "tests/pipeline/test_runtime.py: every schedule",
+    "piper_kernels/train/export.py": "tests/train/test_parallel_run.py: equal to the bit",
     "piper_kernels/train/parallel_checkpoint.py": "tests/train/test_parallel_run.py: any mesh",
     "piper_kernels/train/parallel_trainer.py": "tests/train/test_parallel_run.py trains with it",
     "piper_kernels/train/rank_tensors.py": "tests/train/test_parallel_run.py compares all keys",

@@ -17,8 +17,10 @@ from piper_kernels.pipeline.plan import Plan
 from piper_kernels.pipeline.schedule import make_schedule
 from piper_kernels.pipeline.schedule_grid import draw_grid
 from piper_kernels.train.checkpoint import latest_checkpoint, list_checkpoints, remedy_for
+from piper_kernels.train.export import export_checkpoint
 from piper_kernels.train.flags import settings_toml
 from piper_kernels.train.manifest import read_manifest
+from piper_kernels.train.model import build_config
 from piper_kernels.train.parallel_run import ParallelRun, build_parallel_run, train_parallel
 from piper_kernels.train.plan_settings import settings_with_plan
 from piper_kernels.train.progress import make_console, open_progress
@@ -121,12 +123,18 @@ def _train(run: ParallelRun) -> int:
                 is_finished, records = train_parallel(run, settings.out, progress, stop)
     tables = gather_records(records)
     trainer.runtime.close()
+    if is_finished and run.rank == 0:
+        config = build_config(settings, run.corpus.tokens.vocab_size)
+        last = latest_checkpoint(settings.out / "checkpoints")
+        export_checkpoint(last, config, settings.out / "model", experts=settings.experts)
     if console is not None:
         if tables:
             console.print(rank_table(run.plan, tables))
         if trainer.num_skipped:
             console.print(f"{trainer.num_skipped} steps skipped: their loss was not finite")
-        if not is_finished:
+        if is_finished:
+            console.print(f"model    {settings.out / 'model'}", highlight=False, soft_wrap=True)
+        else:
             again = "the same command with --resume"
             console.print(f"stopped at step {trainer.step}; go on with {again}", soft_wrap=True)
     return 0 if is_finished else 130

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -16,10 +17,12 @@ from piper_kernels.errors import PlanError
 from piper_kernels.pipeline.model_config import load_model
 from piper_kernels.pipeline.plan import Mesh, Plan
 from piper_kernels.testing import rank_outcomes, run_ranks
-from piper_kernels.train.metrics import read_metrics
+from piper_kernels.train.checkpoint_keys import model_tensors
+from piper_kernels.train.metrics import StepRecord, read_metrics
 from piper_kernels.train.model import build_config
 from piper_kernels.train.parallel_command import run_plan
 from piper_kernels.train.parallel_run import check_plan
+from piper_kernels.train.parallel_trainer import ParallelTrainer
 from piper_kernels.train.settings import TrainSettings
 
 TINY: dict[str, Any] = {
@@ -153,6 +156,63 @@ def test_any_mesh_resumes(
     else:
         assert found[3] == pytest.approx(want[3], abs=1e-6)
         assert found == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pp", "ep"])
+def test_the_model_is_exported_to_the_bit(runs: dict[str, Path], name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(runs[name] / "model")
+    saved = tensors(runs[name] / "checkpoints" / "step-00000006")
+    found = model_tensors(model)
+    assert len(found) > 20
+    for key, tensor in found.items():
+        assert torch.equal(tensor, saved[key]), key
+
+
+def break_a_layer(plan: Path, words: dict[str, Any], bad_rank: int) -> int:
+    """A run in which one rank's layer is infinite in the second step."""
+    step = ParallelTrainer.train_step
+
+    def break_step_mend(self: ParallelTrainer) -> StepRecord:
+        if self.step != 1 or dist.get_rank() != bad_rank:
+            return step(self)
+        parameters = dict(self.runtime.modules.named_parameters())
+        parameter = next(p for name, p in parameters.items() if name.endswith("down_proj"))
+        kept = parameter.detach().clone()
+        parameter.data.fill_(math.inf)
+        record = step(self)
+        assert bool(parameter.isinf().all()), "a skipped step changes no weight"
+        parameter.data.copy_(kept)
+        return record
+
+    ParallelTrainer.train_step = break_step_mend  # type: ignore[method-assign]
+    return train(plan, words)
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_layer(
+    text_file: Path, tmp_path: Path
+) -> None:
+    path, out = tmp_path / "plan.json", tmp_path / "run"
+    make_plan(2, 1, 1).save(path)
+    outcomes = rank_outcomes(break_a_layer, 2, path, stated(text_file, out), 1)
+    for rank, outcome in enumerate(outcomes):
+        assert "TrainingError" in outcome.error
+        where = f"rank {rank} (pp={rank}): loss of step 2"
+        assert f"{where} must be a finite number, got" in outcome.error
+        assert "First seen at rank 1 (pp=1): layer 1." in outcome.error
+    # the checkpoint before the first step is whole
+    assert tensors(out / "checkpoints" / "step-00000000")
+
+
+def test_steps_that_are_not_finite_are_skipped_if_asked(text_file: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "plan.json", tmp_path / "run"
+    make_plan(2, 1, 1).save(path)
+    words = stated(text_file, out, non_finite="skip", steps=3)
+    assert run_ranks(break_a_layer, 2, path, words, 1) == [0, 0]
+    first, second, third = losses(out)
+    assert not math.isfinite(second)
+    assert third == pytest.approx(first, abs=0.2)
 
 
 def test_a_missing_shard_is_refused_on_all_ranks(runs: dict[str, Path], tmp_path: Path) -> None:
