@@ -19,8 +19,10 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from piper_kernels.dist.mesh import ParallelMesh
 from piper_kernels.dist.traffic_classes import TrafficClasses
 from piper_kernels.errors import PlanError, require
+from piper_kernels.pipeline.forward_only import forward_only
 from piper_kernels.pipeline.non_finite import NonFiniteWatch
 from piper_kernels.pipeline.plan import Plan
+from piper_kernels.pipeline.schedule import stage_owners
 from piper_kernels.pipeline.stage import Stage
 from piper_kernels.pipeline.stage_gradients import StageGradients
 from piper_kernels.pipeline.token_loss import IGNORED, summed_cross_entropy
@@ -97,7 +99,7 @@ class Runtime:
     modules: nn.ModuleList = field(init=False)
     _classes: TrafficClasses = field(init=False)
     _runners: dict[int, nn.Module] = field(init=False)
-    _schedules: dict[tuple[int, int, bool], _PipelineSchedule] = field(init=False)
+    _schedules: dict[tuple[int, int], _PipelineSchedule] = field(init=False)
     _totals: _Totals = field(init=False)
     _first_rows: tuple[int, ...] = field(init=False)
     _counts_shape: tuple[int, int] = field(init=False)
@@ -129,6 +131,10 @@ class Runtime:
         return next(self.modules.parameters()).dtype
 
     @property
+    def _stages_per_rank(self) -> int:
+        return self.num_stages // self.plan.mesh.pp
+
+    @property
     def num_stages(self) -> int:
         """Of the whole pipeline."""
         return len(self.plan.layers_per_stage)
@@ -158,7 +164,7 @@ class Runtime:
                 stage.counter.take()
         for watch in self._watches:
             watch.reset()
-        schedule = self._schedule_for(inputs, is_training=True)
+        schedule = self._schedule_for(inputs)
         losses = self._run(schedule, inputs, targets, mask)
         return self._collect(losses)
 
@@ -169,10 +175,19 @@ class Runtime:
         Takes what :meth:`forward_backward` takes.
         """
         self._agree(inputs, targets, mask)
-        schedule = self._schedule_for(inputs, is_training=False)
+        m, losses = self.plan.num_microbatches, list[Tensor]()
+        parts, masks = inputs.chunk(m), [None] * m if mask is None else mask.chunk(m)
+        wanted = targets.chunk(m)
         self.modules.eval()
         try:
-            losses = self._run(schedule, inputs, targets, mask)
+            forward_only(
+                self._runners,
+                stage_owners(self.plan.schedule, self.plan.mesh.pp, self._stages_per_rank),
+                list(zip(parts, masks, strict=True)),
+                hidden=self._hidden(parts[0], self.device),
+                group=self.mesh.pp_group,
+                take=lambda number, logits: losses.append(self._loss(logits, wanted[number])),
+            )
         finally:
             self.modules.train()
         return self._collect(losses)
@@ -206,8 +221,7 @@ class Runtime:
         has_first = any(stage.place.is_first for stage in self.stages)
         if any(stage.place.is_last for stage in self.stages):
             options |= {"target": targets, "losses": losses}
-        step = schedule.step if torch.is_grad_enabled() else schedule.eval
-        step(*((inputs,) if has_first else ()), return_outputs=False, **options)
+        schedule.step(*((inputs,) if has_first else ()), return_outputs=False, **options)
         return losses
 
     def _agree(self, inputs: Tensor, targets: Tensor, mask: Tensor | None) -> None:
@@ -234,20 +248,21 @@ class Runtime:
         totals = table[replicas, 2:].sum(0).clamp(min=1)
         self._totals = _Totals(totals[0], totals[1])
 
-    def _schedule_for(self, inputs: Tensor, *, is_training: bool) -> _PipelineSchedule:
+    def _schedule_for(self, inputs: Tensor) -> _PipelineSchedule:
         """One object for each shape: torch makes its buffers once."""
         plan = self.plan
         size, seq_len = inputs.shape[0] // plan.num_microbatches, inputs.shape[1]
-        key = (size, seq_len, is_training)
+        key = (size, seq_len)
         if key not in self._schedules:
+            tokens = torch.empty(size, seq_len, dtype=torch.int64, device="meta")
+            hidden = self._hidden(tokens, torch.device("meta"))
             config: Any = self.stages[0].model.config
-            hidden = torch.empty(size, seq_len, config.hidden_size, dtype=self.dtype, device="meta")
             self._schedules[key] = build_torch_schedule(
                 plan.schedule,
                 self._runners,
                 self.num_stages,
                 plan.num_microbatches,
-                tokens=torch.empty(size, seq_len, dtype=torch.int64, device="meta"),
+                tokens=tokens,
                 hidden=hidden,
                 logits=hidden.new_empty(size, seq_len, config.vocab_size),
                 loss=self._loss,
@@ -255,6 +270,11 @@ class Runtime:
                 device=self.device,
             )
         return self._schedules[key]
+
+    def _hidden(self, tokens: Tensor, device: torch.device) -> Tensor:
+        """``[b, S, H]``: what stages hand over for such tokens."""
+        width = self.stages[0].model.config.hidden_size
+        return torch.empty(*tokens.shape, width, dtype=self.dtype, device=device)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return summed_cross_entropy(logits, targets) / self._totals.num_targets

@@ -45,7 +45,7 @@ def build_torch_schedule(
     tokens: Tensor,
     hidden: Tensor,
     logits: Tensor,
-    loss: LossFunction | None,
+    loss: LossFunction,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> _PipelineSchedule:
@@ -59,7 +59,7 @@ def build_torch_schedule(
         tokens: ``[b, S]`` int64 on meta: what the first stage takes.
         hidden: ``[b, S, H]`` on meta: what stages hand to the next.
         logits: ``[b, S, vocab]`` on meta: what the last stage gives.
-        loss: of the last stage's output and a microbatch's targets; ``None``: forward only.
+        loss: of the last stage's output and a microbatch's targets.
         group: the pipeline's ranks.
         device: of this rank.
     """
