@@ -235,7 +235,7 @@ def _sum_copies(parameters: Sequence[nn.Parameter], dispatcher: Dispatcher) -> N
         return
     num_copies = placement.maps.num_copies
     copied = [expert for expert in range(placement.num_experts) if num_copies[expert] > 1]
-    _fill(parameters, exchange.group)
+    fill_missing(parameters, exchange.group)
     for parameter in parameters:
         if parameter.grad is None:
             continue
@@ -256,7 +256,7 @@ def _sum_copies(parameters: Sequence[nn.Parameter], dispatcher: Dispatcher) -> N
             parameter.grad[slot] = totals[row]
 
 
-def _fill(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def fill_missing(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Zeros for a gradient that another rank has and this one has not: it takes part in the sum."""
     if not parameters:
         return
@@ -271,7 +271,7 @@ def _fill(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
 
 def _all_reduce(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients over the group, those of one dtype at once."""
-    _fill(parameters, group)
+    fill_missing(parameters, group)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         alike = [grad for grad in grads if grad.dtype == dtype]

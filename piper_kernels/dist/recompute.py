@@ -4,9 +4,8 @@ A recomputed layer that counted again would exchange more messages, and one that
 would send rows which nobody expects.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 
 import torch
@@ -67,14 +66,19 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
         >>> y = checkpoint(torch.exp, x, use_reentrant=False, context_fn=checkpoint_contexts)
     """
     tape = PlanTape()
-    return _use(tape, None), _use(tape, 0)
+    return _Use(tape, None), _Use(tape, 0)
 
 
-@contextmanager
-def _use(tape: PlanTape, position: int | None) -> Iterator[None]:
-    tape.position = position
-    token = current_tape.set(tape)
-    try:
-        yield
-    finally:
-        current_tape.reset(token)
+class _Use(AbstractContextManager[None]):
+    """Makes a tape the current one; entered again by schedules that split the backward in two."""
+
+    def __init__(self, tape: PlanTape, position: int | None) -> None:
+        self._tape, self._position = tape, position
+        self._tokens: list[Token[PlanTape | None]] = []
+
+    def __enter__(self) -> None:
+        self._tape.position = self._position
+        self._tokens.append(current_tape.set(self._tape))
+
+    def __exit__(self, *error: object) -> None:
+        current_tape.reset(self._tokens.pop())

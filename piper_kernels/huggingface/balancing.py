@@ -9,14 +9,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from piper_kernels.balance import balance_loss, updated_correction_bias
+from piper_kernels.balance import balance_loss, updated_correction_bias, z_loss
 from piper_kernels.huggingface.expert_counts import ExpertCounter, expert_modules
 from piper_kernels.routing import Routing
 
 CORRECTION_BIAS = "e_score_correction_bias"
 
 
-def mean_balance_loss(router_logits: Sequence[Tensor], counter: ExpertCounter) -> Tensor:
+def mean_balance_loss(
+    router_logits: Sequence[Tensor], counter: ExpertCounter, mask: Tensor | None = None
+) -> Tensor:
     """Mean over layers of ``balance_loss(..., normalization="per_token")``: top_k when balanced.
 
     transformers pools the layers' counts first, which lets their imbalances cancel; this does not.
@@ -24,16 +26,30 @@ def mean_balance_loss(router_logits: Sequence[Tensor], counter: ExpertCounter) -
     Args:
         router_logits: per layer with experts, in order, ``[T, E]`` or ``[B, S, E]``.
         counter: saw the same forward pass.
+        mask: ``[T]`` or ``[B, S]``, not 0 is a real token.
 
     Returns:
         Scalar fp32, differentiable.
     """
+    is_real = None if mask is None else mask.reshape(-1) != 0
     losses = []
     for layer, logits in zip(counter.layers, router_logits, strict=True):
         expert_ids, gates = counter.routed[layer]
-        routing = Routing(expert_ids=expert_ids, gates=gates, logits=logits.flatten(0, -2))
+        logits = logits.flatten(0, -2)
+        if is_real is not None:
+            # as in a routing of ours: padding has the sentinel id and is in no count
+            expert_ids = expert_ids.masked_fill(~is_real[:, None], logits.shape[1])
+        routing = Routing(expert_ids=expert_ids, gates=gates, logits=logits, mask=is_real)
         losses.append(balance_loss(routing, normalization="per_token"))
     return torch.stack(losses).mean()
+
+
+def mean_z_loss(router_logits: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
+    """Mean over layers of :func:`piper_kernels.balance.z_loss`; arguments as above."""
+    flat = None if mask is None else mask.reshape(-1)
+    return torch.stack(
+        [z_loss(logits.flatten(0, -2), mask=flat) for logits in router_logits]
+    ).mean()
 
 
 def correction_biases(model: nn.Module) -> list[Tensor]:

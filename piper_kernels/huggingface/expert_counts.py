@@ -48,11 +48,24 @@ def experts_arguments(
     return hidden_states, expert_ids, gates
 
 
+def num_logical_experts(module: Any) -> int:
+    """E of an experts module, wherever its experts are."""
+    dispatcher = getattr(module, "dispatcher", None)
+    return int(module.num_experts if dispatcher is None else dispatcher.placement.num_experts)
+
+
+def local_expert_ids(module: Any) -> tuple[int, ...]:
+    """Logical ids of the experts that a module's tensors hold, in their order."""
+    dispatcher = getattr(module, "dispatcher", None)
+    return tuple(range(module.num_experts)) if dispatcher is None else dispatcher.local_experts
+
+
 class ExpertCounter:
     """Counts routed rows per layer and expert while ``counting()`` is open.
 
     Only forward passes inside ``counting()`` count, so evaluation, and the recomputation of
-    checkpointed layers in backward, leave no trace. Counting makes no host synchronisation.
+    checkpointed layers in backward, leave no trace. Counting makes no host synchronisation. Where
+    ranks share experts, the rows of this rank's own tokens are counted, for all logical experts.
 
     Args:
         model: whose experts are watched.
@@ -71,7 +84,8 @@ class ExpertCounter:
         modules = expert_modules(model)
         self.layers = list(modules)
         self._is_counting = False
-        num_experts = max(module.num_experts for _, module in modules.values())
+        self._mask: Tensor | None = None
+        num_experts = max(num_logical_experts(module) for _, module in modules.values())
         first = next(model.parameters())
         self.counts = torch.zeros(len(modules), num_experts, dtype=torch.int64).to(first.device)
         self.routed: dict[int, tuple[Tensor, Tensor]] = {}
@@ -79,13 +93,17 @@ class ExpertCounter:
             module.register_forward_pre_hook(self._hook(row), with_kwargs=True)
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count what is routed inside this block."""
-        self._is_counting = True
+    def counting(self, mask: Tensor | None = None) -> Iterator[None]:
+        """Count what is routed inside this block.
+
+        Args:
+            mask: ``[T]`` or ``[B, S]``, not 0 is a real token; padding is routed, not counted.
+        """
+        self._is_counting, self._mask = True, None if mask is None else mask.reshape(-1) != 0
         try:
             yield
         finally:
-            self._is_counting = False
+            self._is_counting, self._mask = False, None
 
     def take(self) -> list[list[int]]:
         """The counts since the last call, as ``[num_layers][E]``, and start from zero."""
@@ -101,7 +119,10 @@ class ExpertCounter:
             if self._is_counting:
                 _, expert_ids, gates = experts_arguments(args, kwargs)
                 slots = expert_ids.reshape(-1)
-                counts.scatter_add_(0, slots, torch.ones_like(slots))
+                rows = torch.ones_like(slots)
+                if self._mask is not None:
+                    rows = self._mask.to(slots.dtype).repeat_interleave(expert_ids.shape[-1])
+                counts.scatter_add_(0, slots, rows)
                 self.routed[layer] = (expert_ids, gates.detach())
 
         return count

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from piper_kernels.config import Save
 from piper_kernels.functional.composed import composed_experts
 from piper_kernels.functional.experts import experts
 from piper_kernels.functional.explain import Explanation, explain_experts
@@ -66,7 +67,9 @@ def experts_function(
             **weights,
         )
     else:
-        y = experts(*routed, activation=read_activation(self), **weights)
+        # what is kept for the backward: a runtime sets it, models know nothing of it
+        save: Save = getattr(self, "experts_save", "preact")
+        y = experts(*routed, activation=read_activation(self), save=save, **weights)
     return y.to(hidden_states.dtype)
 
 

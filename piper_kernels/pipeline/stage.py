@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from piper_kernels.errors import ConfigError, PlanError, instruction, require
-from piper_kernels.huggingface.balancing import mean_balance_loss
+from piper_kernels.huggingface.balancing import mean_balance_loss, mean_z_loss
 from piper_kernels.huggingface.expert_counts import ExpertCounter, expert_modules
 from piper_kernels.pipeline.aux_loss import add_loss
 
@@ -128,7 +128,10 @@ class Stage(nn.Module):
         counter: rows of each expert in this stage's layers; ``None`` if no layer has experts.
         balance_scale: what the mean balance loss of a microbatch, over all layers of the model, is
             multiplied by before it is added; 0 adds none.
-        balance_loss: what was added so far, before that factor; whoever reads it sets it to 0.
+        z_scale: likewise for the routers' z-loss.
+        share: of the microbatch in the step: a factor of both, and of what is recorded.
+        balance_loss: what was added so far, before its scale; whoever reads it sets it to 0.
+        z_loss: likewise.
         tied_weight: the embedding or head that another stage holds, too: their gradients must be
             summed; ``None`` if the model does not tie them or one stage holds both.
     """
@@ -139,7 +142,11 @@ class Stage(nn.Module):
         self.place = place
         self.num_expert_layers = num_expert_layers
         self.balance_scale = 0.0
-        self.balance_loss = 0.0 * next(model.parameters()).detach().sum().float()
+        self.z_scale = 0.0
+        self.share: Tensor | float = 1.0
+        zero = torch.zeros((), dtype=torch.float64)
+        self.balance_loss = zero.to(next(model.parameters()).device)
+        self.z_loss = self.balance_loss.clone()
         self.counter = ExpertCounter(model) if expert_modules(model) else None
         self.tied_weight = _tied_weight(model, place)
         self._router_logits: tuple[Tensor, ...] = ()
@@ -165,16 +172,27 @@ class Stage(nn.Module):
         if self.counter is None or not self.training:
             output = self._run(options)
         else:
-            with self.counter.counting():
+            with self.counter.counting(attention_mask):
                 output = self._run(options)
         if self._router_logits and self.counter is not None:
-            share = len(self._router_logits) / self.num_expert_layers
-            loss = share * mean_balance_loss(self._router_logits, self.counter)
-            self._router_logits = ()
-            self.balance_loss = self.balance_loss + loss.detach()
-            return add_loss(output, self.balance_scale * loss)
+            return add_loss(output, self._router_losses(self.counter, attention_mask))
         # a view breaks the schedules that split the backward, and hangs their peers
         return output.clone() if output._is_view() else output
+
+    def _router_losses(self, counter: ExpertCounter, mask: Tensor | None) -> Tensor:
+        """This stage's part of the microbatch's balance and z-loss, scaled."""
+        router_logits, self._router_logits = self._router_logits, ()
+        share = self.share * len(router_logits) / self.num_expert_layers
+        total = router_logits[0].new_zeros(())
+        if self.balance_scale > 0:
+            loss = share * mean_balance_loss(router_logits, counter, mask)
+            self.balance_loss += loss.detach()
+            total = total + self.balance_scale * loss
+        if self.z_scale > 0:
+            loss = share * mean_z_loss(router_logits, mask)
+            self.z_loss += loss.detach()
+            total = total + self.z_scale * loss
+        return total
 
     def _run(self, options: dict[str, Any]) -> Tensor:
         if self.place.is_last:
@@ -187,7 +205,7 @@ class Stage(nn.Module):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Ask the base model only: the causal model would compute a loss of its own from them."""
-        is_asked = self.training and self.balance_scale > 0
+        is_asked = self.training and (self.balance_scale > 0 or self.z_scale > 0)
         return args, {**kwargs, "output_router_logits": True} if is_asked else kwargs
 
     def _keep_router_logits(self, module: nn.Module, args: Any, output: Any) -> None:

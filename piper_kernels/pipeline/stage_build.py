@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from piper_kernels.dist.dispatcher import ExpertParallel
 from piper_kernels.errors import ConfigError, instruction
 from piper_kernels.huggingface.expert_counts import expert_modules
+from piper_kernels.huggingface.local_experts import keep_local_experts
 from piper_kernels.pipeline.stage import Stage, StagePlace, base_model, cut_stage, is_tied
 from piper_kernels.strict_model import digest_of, digest_to_int
 
@@ -25,6 +27,7 @@ def build_stage(
     experts: str = "piper",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    ep: ExpertParallel | None = None,
 ) -> Stage:
     """A stage in training mode with weights drawn from ``seed``.
 
@@ -35,10 +38,11 @@ def build_stage(
         experts: the experts implementation.
         dtype: of the weights.
         device: where they go.
+        ep: ranks that share the experts; this one never holds more than its own.
 
     Raises:
         PlanError: the place names no layers of this model.
-        ConfigError: the model cannot be cut into stages.
+        ConfigError: the model cannot be cut into stages, or has fewer experts than ``ep`` ranks.
     """
     from transformers import AutoModelForCausalLM
 
@@ -47,7 +51,8 @@ def build_stage(
             config, experts_implementation=experts, dtype=dtype
         )
     num_expert_layers = cut_stage(model, place)
-    draw_weights(model, place, seed, torch.device(device))
+    local_experts = None if ep is None else keep_local_experts(model, ep)
+    draw_weights(model, place, seed, torch.device(device), local_experts)
     return Stage(model, place, num_expert_layers).train()
 
 

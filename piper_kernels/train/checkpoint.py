@@ -42,7 +42,7 @@ from piper_kernels.train.manifest import (
 
 logger = logging.getLogger(__name__)
 
-_WRITING, _DELETING = ".writing-", ".deleting-"
+WRITING, _DELETING = ".writing-", ".deleting-"
 # each file is held in memory once more while it is written
 _FILE_BYTES = 1 << 30
 
@@ -66,13 +66,13 @@ def save_checkpoint(
         CheckpointError: if it cannot be written, e.g. onto a full disk; the others are untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
+    remove_leftovers(folder)
     final = folder / checkpoint_name(trainer.step)
     # a run that is resumed has the checkpoint it came from
     if not final.exists():
         _write(final, trainer, text_sha256, model_digest)
-    for old in _checkpoints(folder)[:-keep]:
-        _remove(old)
+    for old in list_checkpoints(folder)[:-keep]:
+        remove_checkpoint(old)
     return final
 
 
@@ -82,7 +82,7 @@ def latest_checkpoint(folder: Path) -> Path:
     Raises:
         CheckpointError: if there is none.
     """
-    found = _checkpoints(folder)
+    found = list_checkpoints(folder)
     remedy = "It was stopped before its first: start it anew with --overwrite."
     require(
         bool(found),
@@ -107,19 +107,17 @@ def load_checkpoint(
     remedy = remedy_for(checkpoint)
     manifest = read_manifest(checkpoint, remedy)
     check_files(checkpoint, manifest, remedy)
-    _check_same(
-        "text", manifest.text_sha256, text_sha256, "Give the same --data in the same order."
-    )
-    _check_same("model", manifest.model_digest, model_digest, "Give the same configuration.")
-    if manifest.versions != _versions():
-        logger.warning("written by %s, read by %s", manifest.versions, _versions())
-    with _explained(None, remedy), warnings.catch_warnings():
-        _ignore_single_process()
+    check_same("text", manifest.text_sha256, text_sha256, "Give the same --data in the same order.")
+    check_same("model", manifest.model_digest, model_digest, "Give the same configuration.")
+    if manifest.versions != package_versions():
+        logger.warning("written by %s, read by %s", manifest.versions, package_versions())
+    with explained(None, remedy), warnings.catch_warnings():
+        ignore_single_process()
         reader = HuggingFaceStorageReader(str(checkpoint))
         saved = reader.read_metadata().state_dict_metadata
         allocate_moments(trainer.model, trainer.optimizer, set(saved))
         tensors = _tensors(trainer)
-        _check_tensors(checkpoint, saved, tensors, remedy)
+        check_tensors(checkpoint, saved, tensors, remedy)
         load(tensors, storage_reader=reader, no_dist=True)
         _set_generators(tensors)
     trainer.step = manifest.step
@@ -154,17 +152,17 @@ def _snapshot(trainer: Trainer) -> dict[str, Tensor]:
 def _write(final: Path, trainer: Trainer, text_sha256: str, model_digest: str) -> None:
     """Write a checkpoint aside, bring it to the disk, and give it its name."""
     folder = final.parent
-    aside = folder / f"{_WRITING}{final.name}"
+    aside = folder / f"{WRITING}{final.name}"
     tensors = _snapshot(trainer)
-    _require_space(folder, tensors)
-    with _explained(aside):
-        _write_tensors(aside, tensors)
+    require_space(folder, tensors)
+    with explained(aside):
+        write_tensors(aside, tensors)
         manifest = Manifest(
             step=trainer.step,
             settings=trainer.settings.model_dump(mode="json"),
             text_sha256=text_sha256,
             model_digest=model_digest,
-            versions=_versions(),
+            versions=package_versions(),
             files=describe_files(aside),
         )
         path = aside / MANIFEST
@@ -175,23 +173,28 @@ def _write(final: Path, trainer: Trainer, text_sha256: str, model_digest: str) -
         sync_path(folder)
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Into safetensors files of at most a gibibyte or one tensor each."""
     file_of: dict[str, int] = {}
     written = 0
     for key, tensor in tensors.items():
         file_of[key] = written // _FILE_BYTES + 1
         written += tensor.nbytes
     with warnings.catch_warnings():
-        _ignore_single_process()
+        ignore_single_process()
         writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=file_of)
         save(tensors, storage_writer=writer, no_dist=True)
 
 
-def _check_tensors(
+def check_tensors(
     checkpoint: Path, saved: Mapping[str, object], wanted: dict[str, Tensor], remedy: str
 ) -> None:
+    """Raise ``CheckpointError`` unless what is wanted is saved, as it is, and nothing else."""
     where = str(checkpoint)
-    missing, foreign = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    # other ranks' generators, of a run on several
+    others = {key for key in saved if key.startswith("rng.")} - wanted.keys()
+    missing = sorted(wanted.keys() - saved.keys())
+    foreign = sorted(saved.keys() - wanted.keys() - others)
     if missing:
         nearest = did_you_mean(missing[0], foreign) if foreign else remedy
         message = instruction(
@@ -214,7 +217,8 @@ def _check_tensors(
         )
 
 
-def _check_same(what: str, saved: str, current: str, remedy: str) -> None:
+def check_same(what: str, saved: str, current: str, remedy: str) -> None:
+    """Raise ``CheckpointError`` unless text or model are the checkpoint's."""
     requirement = f"be the one the checkpoint was made with ({saved[:12]}...)"
     value = f"{current[:12]}..."
     require(
@@ -222,7 +226,8 @@ def _check_same(what: str, saved: str, current: str, remedy: str) -> None:
     )
 
 
-def _require_space(folder: Path, tensors: dict[str, Tensor]) -> None:
+def require_space(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Raise ``CheckpointError`` unless the disk has room for the tensors."""
     # header and manifest: some hundred bytes per tensor
     need = sum(tensor.nbytes + 512 for tensor in tensors.values())
     free = shutil.disk_usage(folder).free
@@ -238,7 +243,7 @@ def _require_space(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def _explained(aside: Path | None, remedy: str = "") -> Iterator[None]:
+def explained(aside: Path | None, remedy: str = "") -> Iterator[None]:
     """Turn a failure to write (aside) or read into an instruction; remove what is half-written."""
     # what a file with the right hash may still do: only somebody who forges both gets there
     forged = (SafetensorError, ValueError, KeyError) if aside is None else ()
@@ -267,7 +272,7 @@ def _cause(error: BaseException) -> BaseException:
     return next((cause for cause, _ in failures.values()), error)
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Those that ``save_checkpoint`` named, oldest first: copies under other names are not ours."""
     is_ours = re.compile(r"step-[0-9]{8}").fullmatch
     return sorted(path for path in folder.glob("step-*") if is_ours(path.name) and path.is_dir())
@@ -275,31 +280,33 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def remedy_for(checkpoint: Path) -> str:
     """What to do about a checkpoint that cannot be used."""
-    others = [path for path in _checkpoints(checkpoint.parent) if path < checkpoint]
+    others = [path for path in list_checkpoints(checkpoint.parent) if path < checkpoint]
     if others:
         return f"Delete {checkpoint} to go on from {others[-1].name}."
     return "Start anew with --overwrite."
 
 
-def _remove(checkpoint: Path) -> None:
+def remove_checkpoint(checkpoint: Path) -> None:
     """Delete a checkpoint; renamed first, so that half of one is never taken for a whole."""
     doomed = checkpoint.with_name(f"{_DELETING}{checkpoint.name}")
     checkpoint.rename(doomed)
     shutil.rmtree(doomed)
 
 
-def _remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Delete what a killed run left half-written or half-deleted."""
-    for prefix in (_WRITING, _DELETING):
+    for prefix in (WRITING, _DELETING):
         for path in folder.glob(f"{prefix}*"):
             shutil.rmtree(path)
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Of what decides how a run goes on."""
     packages = ("torch", "transformers", "numpy")
     return {package: importlib.metadata.version(package) for package in packages}
 
 
-def _ignore_single_process() -> None:
+def ignore_single_process() -> None:
+    """Silence torch's warning that ``no_dist`` saves without other ranks."""
     # one process is what is meant here
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from piper_kernels.huggingface.expert_counts import expert_modules
+from piper_kernels.huggingface.expert_counts import expert_modules, local_expert_ids
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+# of SGD
+MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +30,7 @@ class KeyedParameter:
 
     Attributes:
         parameter: the parameter itself.
-        keys: one key for a dense parameter; one per expert, in logical order, for ``[E, ...]``.
+        keys: one key for a dense parameter; one per expert that is here, in the tensor's order.
         is_expert: whether ``keys`` name slices along the first dim.
     """
 
@@ -46,7 +48,7 @@ class KeyedParameter:
 def keyed_parameters(model: nn.Module) -> list[KeyedParameter]:
     """Every parameter once (tied ones by their first name), with its keys."""
     prefix_of = {
-        f"{module_name}.{name}": (f"experts.{layer}", name)
+        f"{module_name}.{name}": (f"experts.{layer}", name, local_expert_ids(module))
         for layer, (module_name, module) in expert_modules(model).items()
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.ndim > 0 and len(parameter) == module.num_experts
@@ -55,8 +57,8 @@ def keyed_parameters(model: nn.Module) -> list[KeyedParameter]:
     for name, parameter in model.named_parameters():
         keys: tuple[str, ...] = (f"dense.{name}",)
         if name in prefix_of:
-            prefix, own_name = prefix_of[name]
-            keys = tuple(f"{prefix}.{expert}.{own_name}" for expert in range(len(parameter)))
+            prefix, own_name, experts = prefix_of[name]
+            keys = tuple(f"{prefix}.{expert}.{own_name}" for expert in experts)
         keyed.append(KeyedParameter(parameter=parameter, keys=keys, is_expert=name in prefix_of))
     return keyed
 
@@ -74,11 +76,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def moment_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state by key, views where the state is per element. Empty before the first step."""
+    """The optimizer's state by key, views where it is per element; none before the first step."""
     tensors: dict[str, Tensor] = {}
     for keyed in keyed_parameters(model):
         state = optimizer.state.get(keyed.parameter, {})
         for moment, tensor in state.items():
+            if not isinstance(tensor, Tensor):
+                # SGD without momentum keeps a None
+                continue
             tensors.update((f"{key}.{moment}", part) for key, part in keyed.slices(tensor))
     return tensors
 
@@ -98,3 +103,5 @@ def allocate_moments(
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+        elif f"{keyed.keys[0]}.{MOMENTUM}" in saved_keys:
+            optimizer.state[parameter] = {MOMENTUM: torch.zeros_like(parameter)}

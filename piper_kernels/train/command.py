@@ -38,6 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions.add_argument(
         "--overwrite", action="store_true", help="delete the run that --out holds, and start anew"
     )
+    actions.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="train as this plan says, on the ranks that torchrun started",
+    )
     actions.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings")
     add_flags(parser)
 
@@ -48,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         PiperError: if anything that the user can change is in the way.
     """
-    _check_environment()
+    _check_environment(has_plan=arguments.plan is not None)
     require(
         not (arguments.resume and arguments.overwrite),
         "train",
@@ -58,6 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     stated = stated_settings(arguments, arguments.config)
     _set_environment()
+    if arguments.plan is not None:
+        from piper_kernels.train.parallel_command import run_plan
+
+        return run_plan(arguments, stated)
     # torch and transformers load here, not for --help
     from transformers.utils import logging as transformers_logging
 
@@ -142,7 +152,7 @@ def _set_environment() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _check_environment() -> None:
+def _check_environment(*, has_plan: bool) -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         remedy = "Install them with: pip install 'piper-moe[train]'."
@@ -150,5 +160,6 @@ def _check_environment() -> None:
         value = f"no {', '.join(missing)}"
         raise ConfigError(instruction("train", "this Python", requirement, value, remedy))
     num_ranks = os.environ.get("WORLD_SIZE", "1")
-    remedy = "Start it without torchrun."
-    require(num_ranks == "1", "train", "WORLD_SIZE", "be 1: one process trains", num_ranks, remedy)
+    remedy = "Give --plan (piper plan --out writes one), or start it without torchrun."
+    fits = has_plan or num_ranks == "1"
+    require(fits, "train", "WORLD_SIZE", "be 1 without a plan", num_ranks, remedy)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from piper_kernels.errors import BackendError, require
 from piper_kernels.huggingface.expert_counts import expert_modules, experts_arguments
-from piper_kernels.train.evaluate import autocast, summed_cross_entropy
+from piper_kernels.pipeline.token_loss import summed_cross_entropy
+from piper_kernels.train.evaluate import autocast
 from piper_kernels.train.model import forward_logits
 from piper_kernels.train.optimizer import build_optimizer
 from piper_kernels.train.settings import TrainSettings

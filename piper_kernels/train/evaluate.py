@@ -7,13 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
+from piper_kernels.pipeline.token_loss import IGNORED, summed_cross_entropy
 from piper_kernels.train.corpus import Corpus
 from piper_kernels.train.model import forward_logits
 from piper_kernels.train.settings import TrainSettings
-
-IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,21 +58,6 @@ def held_out_loss(model: nn.Module, held_out: HeldOut, settings: TrainSettings) 
         total += summed_cross_entropy(logits, window[:, 1:]).cpu()
     model.train(was_training)
     return float(total) / held_out.scored_bytes
-
-
-def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of ``-log p(target)`` in fp32 over all targets that are not ``IGNORED``.
-
-    Args:
-        logits: ``[B, S, vocab]``, any floating dtype.
-        targets: ``[B, S]`` int64.
-
-    Returns:
-        Scalar fp32, nats.
-    """
-    return functional.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
 
 
 def autocast(settings: TrainSettings, device: torch.device) -> torch.autocast:

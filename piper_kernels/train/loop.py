@@ -11,10 +11,12 @@ from piper_kernels.errors import TrainingError, instruction
 from piper_kernels.huggingface.balancing import (
     correction_biases,
     mean_balance_loss,
+    mean_z_loss,
     update_correction_biases,
 )
 from piper_kernels.huggingface.expert_counts import ExpertCounter
-from piper_kernels.train.evaluate import autocast, summed_cross_entropy
+from piper_kernels.pipeline.token_loss import summed_cross_entropy
+from piper_kernels.train.evaluate import autocast
 from piper_kernels.train.metrics import StepRecord
 from piper_kernels.train.model import forward_logits
 from piper_kernels.train.optimizer import learning_rate
@@ -100,16 +102,20 @@ class Trainer:
         num_targets = windows.shape[0] * settings.sequence_length
         total, total_balance = torch.zeros((), device=device), torch.zeros((), device=device)
         wants_balance = settings.balance_loss_weight > 0 and not self.correction_biases
+        wants_z = settings.z_loss_weight > 0
         balance = None
         for microbatch in windows.split(settings.microbatch_size):
             window = microbatch.to(device)
             with self.counter.counting(), autocast(settings, device):
                 logits, router_logits = forward_logits(
-                    self.model, window[:, :-1], wants_router_logits=wants_balance
+                    self.model, window[:, :-1], wants_router_logits=wants_balance or wants_z
                 )
             loss = summed_cross_entropy(logits, window[:, 1:]) / num_targets
             total += loss.detach()
-            if router_logits is not None:
+            if router_logits is not None and wants_z:
+                z_loss = mean_z_loss(router_logits) / settings.accumulate
+                loss = loss + settings.z_loss_weight * z_loss
+            if router_logits is not None and wants_balance:
                 balance = mean_balance_loss(router_logits, self.counter) / settings.accumulate
                 total_balance += balance.detach()
                 loss = loss + settings.balance_loss_weight * balance

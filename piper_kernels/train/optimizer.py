@@ -1,15 +1,24 @@
-"""AdamW with a warm-up and a cosine."""
+"""The optimizer, by default AdamW, with a warm-up and a cosine."""
 
 import math
 
 import torch
 from torch import nn
 
+from piper_kernels.pipeline.memory_settings import OptimizerKind
 from piper_kernels.train.settings import TrainSettings
 
 
-def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW over all parameters; vectors and biases (norms, expert biases) are not decayed."""
+def build_optimizer(
+    model: nn.Module, settings: TrainSettings, kind: OptimizerKind = "adamw"
+) -> torch.optim.Optimizer:
+    """Over all parameters; vectors and biases (norms, expert biases) are not decayed.
+
+    Args:
+        model: whose parameters; each counts once.
+        settings: rates, betas, decay.
+        kind: ``adamw``, ``sgd``, or ``sgd_momentum``, whose momentum is ``beta1``.
+    """
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -20,8 +29,12 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
         {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": free, "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
+    if kind != "adamw":
+        momentum = settings.beta1 if kind == "sgd_momentum" else 0.0
+        return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=momentum)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,

@@ -11,6 +11,7 @@ from piper_kernels.errors import ConfigError, instruction, require
 from piper_kernels.strict_model import StrictModel
 
 Precision = Literal["fp32", "bf16"]
+NonFinite = Literal["stop", "skip"]
 
 
 def _setting(group: str, default: Any, text: str, *, is_free: bool = False, **limits: Any) -> Any:
@@ -78,6 +79,9 @@ class TrainSettings(StrictModel):
         "step of the loss-free balancing of models with one, like DeepSeek-V3",
         ge=0.0,
     )
+    z_loss_weight: float = _setting(
+        "model", 0.0, "weight of the routers' z-loss, which keeps their logits small", ge=0.0
+    )
     precision: Precision = _setting(
         "model", "fp32", "bf16: autocast to bfloat16; weights and moments stay float32"
     )
@@ -112,8 +116,22 @@ class TrainSettings(StrictModel):
     beta2: float = _setting("optimizer", 0.95, "decay of the second moment", ge=0.0, lt=1.0)
     epsilon: float = _setting("optimizer", 1e-8, "AdamW's denominator guard", gt=0.0)
     clip_norm: float = _setting("optimizer", 1.0, "largest gradient norm", gt=0.0)
+    non_finite: NonFinite = _setting(
+        "optimizer",
+        "stop",
+        "what to do when loss or gradient is no finite number: stop, or skip the step (ranks only)",
+        is_free=True,
+    )
 
     out: Path = _setting("run", Path("runs/train"), "folder of the run", is_free=True)
+    timeout_s: float = _setting(
+        "run",
+        600.0,
+        "seconds after which a rank that does not answer is given up",
+        is_free=True,
+        gt=0.0,
+        le=1e6,
+    )
     checkpoint_every: int = _setting("run", 100, "steps between checkpoints", is_free=True, ge=1)
     keep_checkpoints: int = _setting(
         "run", 2, "how many checkpoints stay on disk", is_free=True, ge=1

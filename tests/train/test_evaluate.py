@@ -4,13 +4,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from piper_kernels.pipeline.token_loss import IGNORED, summed_cross_entropy
 from piper_kernels.train.corpus import load_corpus
 from piper_kernels.train.evaluate import (
-    IGNORED,
     autocast,
     held_out_loss,
     held_out_windows,
-    summed_cross_entropy,
 )
 from piper_kernels.train.model import build_model
 from piper_kernels.train.settings import TrainSettings
