@@ -166,7 +166,7 @@ def test_save_checkpoint_on_a_full_disk_leaves_the_last_one(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     owner, name = {
-        "write": (checkpoint_module, "_write_tensors"),
+        "write": (checkpoint_module, "write_tensors"),
         "fsync": (os, "fsync"),
         "rename": (os, "rename"),
     }[moment]

@@ -164,7 +164,7 @@ def test_run_refuses_to_be_one_of_many(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert cli.main(arguments) == 2
-    assert "WORLD_SIZE must be 1: one process trains, got 4" in capsys.readouterr().err
+    assert "WORLD_SIZE must be 1 without a plan, got 4" in capsys.readouterr().err
 
 
 def test_help_needs_neither_torch_nor_transformers() -> None:

@@ -1,5 +1,6 @@
 """``torchrun ... -m piper_kernels train --plan``, and what it shows."""
 
+import io
 import os
 import signal
 import subprocess
@@ -56,7 +57,7 @@ def test_rank_table_sets_the_prediction_beside() -> None:
         ]
         for rank in range(2)
     ]
-    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=100, record=True, file=io.StringIO())
     console.print(rank_table(plan, records))
     rows = [line.split() for line in console.export_text().splitlines()]
     assert ["1", "1", "1", "0.500", "0.250", "2", "5"] in rows

@@ -103,6 +103,8 @@ def test_is_free_only_where_the_curve_cannot_change() -> None:
     # the text is guarded by its hash, wherever its files lie now
     assert free == {
         "data",
+        "non_finite",
+        "timeout_s",
         "threads",
         "out",
         "checkpoint_every",
