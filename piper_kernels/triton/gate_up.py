@@ -6,8 +6,9 @@
         preact[r] = weight[e] @ x[row_to_token[r]] (+ bias[e])     kept only for a backward
         act[r] = activation(preact[r])
 
-Gate and up columns alternate inside a tile, whatever the layout: one dot feeds both, and a register
-split separates them. Sentinel rows are neither read nor written.
+One dot feeds both the gate and the up columns of a tile, and a register split separates them. They
+alternate inside the tile, whatever the layout; only a descriptor of halves puts all gates left.
+Sentinel rows are neither read nor written.
 Letters: T num_tokens, H hidden_size, I intermediate_size, E num_experts, R num_rows.
 """
 
@@ -19,20 +20,27 @@ from piper_kernels.contracts import ExpertsWeights
 from piper_kernels.permutation import Permutation
 from piper_kernels.triton.activation import activation_arguments, apply_function, gated_value
 from piper_kernels.triton.launch import dot_arguments, launch
-from piper_kernels.triton.ragged import dot_loop, find_tile, split_pairs
+from piper_kernels.triton.ragged import (
+    dot_loop,
+    dot_loop_described,
+    find_tile,
+    split_halves,
+    split_pairs,
+)
 from piper_kernels.triton.tile_schedule import TileSchedules
 from piper_kernels.triton.tiles import TileConfig
+from piper_kernels.triton.weight_source import weight_source
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _gate_up_kernel(
-    preact_ptr, act_ptr, x_ptr, weight_ptr, bias_ptr,
+    preact_ptr, act_ptr, x_ptr, weight, bias_ptr,
     row_to_token_ptr, schedule_ptr, expert_offsets_ptr,
     num_tiles, hidden, intermediate,
     stride_x_t, stride_x_h, stride_w_e, stride_w_n, stride_w_h, stride_bias_e, stride_bias_n,
     FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     IS_GATED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SAVES_PREACT: tl.constexpr, SAVES_ACT: tl.constexpr,
+    SAVES_PREACT: tl.constexpr, SAVES_ACT: tl.constexpr, SOURCE: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     USE_UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -58,8 +66,12 @@ def _gate_up_kernel(
     act_cols = col_tile * NUM_ACT_COLS + tl.arange(0, NUM_ACT_COLS)
     places = tl.arange(0, BLOCK_N)
     if IS_GATED and not IS_INTERLEAVED:
-        half_cols = col_tile * NUM_ACT_COLS + places // 2
-        cols = half_cols + (places % 2) * intermediate
+        if SOURCE == "halves":
+            half_cols = col_tile * NUM_ACT_COLS + places % NUM_ACT_COLS
+            cols = half_cols + (places // NUM_ACT_COLS) * intermediate
+        else:
+            half_cols = col_tile * NUM_ACT_COLS + places // 2
+            cols = half_cols + (places % 2) * intermediate
         is_col = half_cols < intermediate
     else:
         cols = col_tile * BLOCK_N + places
@@ -69,12 +81,19 @@ def _gate_up_kernel(
     expert = expert.to(tl.int64)
     cols_i64 = cols.to(tl.int64)
     a_ptrs = x_ptr + tokens[:, None] * stride_x_t + ks[None, :] * stride_x_h
-    weight_ptr += expert * stride_w_e
-    b_ptrs = weight_ptr + cols_i64[None, :] * stride_w_n + ks[:, None] * stride_w_h
-    acc = dot_loop(
-        a_ptrs, b_ptrs, stride_x_h, stride_w_h, hidden, is_col,
-        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
-    )  # fmt: skip
+    if SOURCE == "pointers":
+        b_ptrs = weight + expert * stride_w_e
+        b_ptrs += cols_i64[None, :] * stride_w_n + ks[:, None] * stride_w_h
+        acc = dot_loop(
+            a_ptrs, b_ptrs, stride_x_h, stride_w_h, hidden, is_col,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
+        )  # fmt: skip
+    else:
+        first_col = col_tile * (NUM_ACT_COLS if SOURCE == "halves" else BLOCK_N)
+        acc = dot_loop_described(
+            a_ptrs, weight, stride_x_h, hidden, expert.to(tl.int32), first_col,
+            SOURCE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_UPCAST, PRECISION,
+        )  # fmt: skip
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert * stride_bias_e + cols_i64 * stride_bias_n
         acc += tl.load(bias_ptrs, mask=is_col, other=0.0).to(tl.float32)[None, :]
@@ -85,7 +104,10 @@ def _gate_up_kernel(
     dtype = act_ptr.dtype.element_ty
     act_mask = is_row[:, None] & (act_cols < intermediate)[None, :]
     if IS_GATED:
-        gate, up = split_pairs(acc, BLOCK_M, NUM_ACT_COLS)
+        if SOURCE == "halves":
+            gate, up = split_halves(acc, BLOCK_M, NUM_ACT_COLS)
+        else:
+            gate, up = split_pairs(acc, BLOCK_M, NUM_ACT_COLS)
     if SAVES_PREACT:
         if IS_GATED and not IS_INTERLEAVED:
             gate_ptrs = preact_ptr + rows[:, None] * (2 * intermediate) + act_cols[None, :]
@@ -134,9 +156,13 @@ def gate_up_forward(
     weight, bias, layout = weights.gate_up_proj, weights.gate_up_bias, weights.layout
     schedule = schedules.of(tiles.block_m)
     num_act_cols = tiles.block_n // 2 if layout.is_gated else tiles.block_n
-    stride_w_e, stride_w_n, stride_w_h = weight.stride()
-    if layout.is_transposed:
-        stride_w_n, stride_w_h = stride_w_h, stride_w_n
+    matrix = weight.mT if layout.is_transposed else weight
+    source = weight_source(
+        matrix,
+        tiles.block_n,
+        tiles.block_k,
+        has_halves=layout.is_gated and not layout.is_interleaved,
+    )
     launch(
         _gate_up_kernel,
         (len(schedule) * triton.cdiv(intermediate, num_act_cols),),
@@ -144,7 +170,7 @@ def gate_up_forward(
         preact_ptr=preact if needs_preact else act,
         act_ptr=act if needs_act else preact,
         x_ptr=x,
-        weight_ptr=weight,
+        weight=source.weight,
         bias_ptr=bias,
         row_to_token_ptr=permutation.row_to_token,
         schedule_ptr=schedule,
@@ -154,17 +180,18 @@ def gate_up_forward(
         intermediate=intermediate,
         stride_x_t=x.stride(0),
         stride_x_h=x.stride(1),
-        stride_w_e=stride_w_e,
-        stride_w_n=stride_w_n,
-        stride_w_h=stride_w_h,
+        stride_w_e=matrix.stride(0),
+        stride_w_n=matrix.stride(1),
+        stride_w_h=matrix.stride(2),
         stride_bias_e=0 if bias is None else bias.stride(0),
         stride_bias_n=0 if bias is None else bias.stride(1),
         **activation_arguments(weights.activation, layout),
         HAS_BIAS=bias is not None,
         SAVES_PREACT=needs_preact,
         SAVES_ACT=needs_act,
+        SOURCE=source.kind,
         EVEN_N=intermediate % num_act_cols == 0,
         EVEN_K=x.shape[1] % tiles.block_k == 0,
-        **dot_arguments(_gate_up_kernel, x.dtype, tiles),
+        **dot_arguments(_gate_up_kernel, x, tiles),
     )
     return preact, act

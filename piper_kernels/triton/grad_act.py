@@ -27,9 +27,16 @@ from piper_kernels.triton.activation import (
     gated_value,
 )
 from piper_kernels.triton.launch import dot_arguments, launch
-from piper_kernels.triton.ragged import dot_loop, find_tile, join_pairs, split_pairs
+from piper_kernels.triton.ragged import (
+    dot_loop,
+    dot_loop_described,
+    find_tile,
+    join_pairs,
+    split_pairs,
+)
 from piper_kernels.triton.tile_schedule import TileSchedules
 from piper_kernels.triton.tiles import TileConfig
+from piper_kernels.triton.weight_source import weight_source
 
 
 @triton.jit
@@ -52,14 +59,14 @@ def load_gate_up(
 
 @triton.jit(do_not_specialize=["num_tiles", "num_rows"])
 def _grad_act_kernel(
-    grad_preact_ptr, scaled_act_ptr, shares_ptr, grad_y_ptr, weight_ptr, preact_ptr, gates_ptr,
+    grad_preact_ptr, scaled_act_ptr, shares_ptr, grad_y_ptr, weight, preact_ptr, gates_ptr,
     row_to_slot_ptr, schedule_ptr, expert_offsets_ptr,
     num_tiles, num_rows, hidden, intermediate, top_k,
     stride_gy_t, stride_gy_h, stride_w_e, stride_w_h, stride_w_i,
     FUNCTION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
     IS_GATED: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     NEEDS_PREACT_GRAD: tl.constexpr, NEEDS_SCALED_ACT: tl.constexpr, NEEDS_GATES: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    SOURCE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     USE_UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, NUM_XCDS: tl.constexpr,
@@ -88,12 +95,18 @@ def _grad_act_kernel(
 
     ks = tl.arange(0, BLOCK_K).to(tl.int64)
     a_ptrs = grad_y_ptr + tokens[:, None] * stride_gy_t + ks[None, :] * stride_gy_h
-    weight_ptr += expert.to(tl.int64) * stride_w_e
-    b_ptrs = weight_ptr + cols.to(tl.int64)[None, :] * stride_w_i + ks[:, None] * stride_w_h
-    p = dot_loop(
-        a_ptrs, b_ptrs, stride_gy_h, stride_w_h, hidden, is_col,
-        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
-    )  # fmt: skip
+    if SOURCE == "pointers":
+        b_ptrs = weight + expert.to(tl.int64) * stride_w_e
+        b_ptrs += cols.to(tl.int64)[None, :] * stride_w_i + ks[:, None] * stride_w_h
+        p = dot_loop(
+            a_ptrs, b_ptrs, stride_gy_h, stride_w_h, hidden, is_col,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
+        )  # fmt: skip
+    else:
+        p = dot_loop_described(
+            a_ptrs, weight, stride_gy_h, hidden, expert, col_tile * BLOCK_N,
+            SOURCE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_UPCAST, PRECISION,
+        )  # fmt: skip
 
     # back through the activation; the tile's first row is an int64 offset, and inside the tile
     # 32 bits are enough and spare registers
@@ -215,6 +228,7 @@ def grad_act_backward(
     num_rows, intermediate = permutation.num_rows, weights.intermediate_size
     hidden = grad_y.shape[1]
     weight = weights.down_proj.mT if weights.layout.is_transposed else weights.down_proj
+    source = weight_source(weight.mT, tiles.block_n, tiles.block_k)
     num_col_tiles = triton.cdiv(intermediate, tiles.block_n)
     grad_preact = torch.empty_like(preact) if needs_preact_grad else None
     scaled_act = preact.new_empty(num_rows, intermediate) if needs_scaled_act else None
@@ -239,7 +253,7 @@ def grad_act_backward(
         **common,
         grad_preact_ptr=grad_preact,
         scaled_act_ptr=scaled_act,
-        weight_ptr=weight,
+        weight=source.weight,
         preact_ptr=preact,
         gates_ptr=gates,
         num_tiles=len(schedule),
@@ -251,9 +265,10 @@ def grad_act_backward(
         NEEDS_PREACT_GRAD=needs_preact_grad,
         NEEDS_SCALED_ACT=needs_scaled_act,
         NEEDS_GATES=needs_gates,
+        SOURCE=source.kind,
         EVEN_N=intermediate % tiles.block_n == 0,
         EVEN_K=hidden % tiles.block_k == 0,
-        **dot_arguments(_grad_act_kernel, grad_y.dtype, tiles),
+        **dot_arguments(_grad_act_kernel, grad_y, tiles),
     )
     if not needs_gates:
         return grad_preact, scaled_act, None

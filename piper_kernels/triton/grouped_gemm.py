@@ -17,9 +17,10 @@ from torch import Tensor
 from piper_kernels.errors import ShapeError, check_shape, require
 from piper_kernels.triton.grouped_gemm_wgrad import grouped_gemm_wgrad
 from piper_kernels.triton.launch import check_operands, dot_arguments, is_hip, launch
-from piper_kernels.triton.ragged import dot_loop, find_tile
+from piper_kernels.triton.ragged import dot_loop, dot_loop_described, find_tile
 from piper_kernels.triton.tile_schedule import TileSchedules, tile_schedules
 from piper_kernels.triton.tiles import TileConfig, are_rows_aligned, default_tiles
+from piper_kernels.triton.weight_source import weight_source
 
 # functional/ looks up both products of a grouped GEMM here
 __all__ = ["grouped_gemm", "grouped_gemm_forward", "grouped_gemm_wgrad"]
@@ -27,10 +28,10 @@ __all__ = ["grouped_gemm", "grouped_gemm_forward", "grouped_gemm_wgrad"]
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_gemm_kernel(
-    out_ptr, rows_ptr, weight_ptr, bias_ptr, schedule_ptr, expert_offsets_ptr,
+    out_ptr, rows_ptr, weight, bias_ptr, schedule_ptr, expert_offsets_ptr,
     num_tiles, out_size, in_size,
     stride_rows_r, stride_rows_k, stride_w_e, stride_w_n, stride_w_k, stride_bias_e, stride_bias_n,
-    HAS_BIAS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOURCE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     USE_UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, NUM_XCDS: tl.constexpr,
@@ -59,12 +60,18 @@ def _grouped_gemm_kernel(
     ks = tl.arange(0, BLOCK_K).to(tl.int64)
     expert = expert.to(tl.int64)
     a_ptrs = rows_ptr + read_rows[:, None] * stride_rows_r + ks[None, :] * stride_rows_k
-    weight_ptr += expert * stride_w_e
-    b_ptrs = weight_ptr + cols[None, :] * stride_w_n + ks[:, None] * stride_w_k
-    acc = dot_loop(
-        a_ptrs, b_ptrs, stride_rows_k, stride_w_k, in_size, is_col,
-        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
-    )  # fmt: skip
+    if SOURCE == "pointers":
+        b_ptrs = weight + expert * stride_w_e
+        b_ptrs += cols[None, :] * stride_w_n + ks[:, None] * stride_w_k
+        acc = dot_loop(
+            a_ptrs, b_ptrs, stride_rows_k, stride_w_k, in_size, is_col,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
+        )  # fmt: skip
+    else:
+        acc = dot_loop_described(
+            a_ptrs, weight, stride_rows_k, in_size, expert.to(tl.int32), col_tile * BLOCK_N,
+            SOURCE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_UPCAST, PRECISION,
+        )  # fmt: skip
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert * stride_bias_e + cols * stride_bias_n
         acc += tl.load(bias_ptrs, mask=is_col, other=0.0).to(tl.float32)[None, :]
@@ -86,10 +93,9 @@ def grouped_gemm_forward(
 ) -> Tensor:
     """:func:`grouped_gemm` with given schedules; rows beyond the last expert's stay unwritten."""
     num_rows, in_size = rows.shape
-    stride_w_e, stride_w_n, stride_w_k = weight.stride()
-    out_size = weight.shape[1]
-    if is_transposed:
-        stride_w_n, stride_w_k, out_size = stride_w_k, stride_w_n, weight.shape[2]
+    matrix = weight.mT if is_transposed else weight
+    out_size = matrix.shape[1]
+    source = weight_source(matrix, tiles.block_n, tiles.block_k)
     out = rows.new_empty(num_rows, out_size)
     schedule = schedules.of(tiles.block_m)
     launch(
@@ -98,7 +104,7 @@ def grouped_gemm_forward(
         rows.device,
         out_ptr=out,
         rows_ptr=rows,
-        weight_ptr=weight,
+        weight=source.weight,
         bias_ptr=bias,
         schedule_ptr=schedule,
         expert_offsets_ptr=expert_offsets,
@@ -107,15 +113,16 @@ def grouped_gemm_forward(
         in_size=in_size,
         stride_rows_r=rows.stride(0),
         stride_rows_k=rows.stride(1),
-        stride_w_e=stride_w_e,
-        stride_w_n=stride_w_n,
-        stride_w_k=stride_w_k,
+        stride_w_e=matrix.stride(0),
+        stride_w_n=matrix.stride(1),
+        stride_w_k=matrix.stride(2),
         stride_bias_e=0 if bias is None else bias.stride(0),
         stride_bias_n=0 if bias is None else bias.stride(1),
         HAS_BIAS=bias is not None,
+        SOURCE=source.kind,
         EVEN_N=out_size % tiles.block_n == 0,
         EVEN_K=in_size % tiles.block_k == 0,
-        **dot_arguments(_grouped_gemm_kernel, rows.dtype, tiles),
+        **dot_arguments(_grouped_gemm_kernel, rows, tiles),
     )
     return out
 

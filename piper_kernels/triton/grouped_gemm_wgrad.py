@@ -185,7 +185,7 @@ def weight_grad(
         HAS_CHUNKS=chunks.num_chunks > 0,
         EVEN_M=out_size % tiles.block_m == 0,
         EVEN_N=in_size % tiles.block_n == 0,
-        **dot_arguments(_wgrad_kernel, grad.values.dtype, tiles),
+        **dot_arguments(_wgrad_kernel, grad.values, tiles),
     )
     add_chunks(chunks, num_experts, target)
     return out

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from piper_kernels.errors import check_dtype, check_same_device
+from piper_kernels.triton.device_traits import traits_of
 from piper_kernels.triton.tiles import TileConfig
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -71,14 +72,18 @@ def is_hip() -> bool:
     return torch.version.hip is not None
 
 
-def dot_arguments(kernel: Any, dtype: torch.dtype, tiles: TileConfig) -> dict[str, Any]:
-    """What every kernel with a ``tl.dot`` takes besides its operands.
+def dot_arguments(kernel: Any, operand: Tensor, tiles: TileConfig) -> dict[str, Any]:
+    """What every kernel with a ``tl.dot`` takes besides its operands, of which one is given.
 
     The interpreter multiplies the bits of bf16 (triton-lang/triton#11584), so there operands are
-    upcast. fp32 is multiplied in fp32 unless torch itself may use TF32.
+    upcast. fp32 is multiplied in fp32 unless torch itself may use TF32 and the device has it.
     """
-    # the new name of allow_tf32, which raises once anybody has used the new name
-    use_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    use_tf32 = (
+        operand.dtype == torch.float32
+        # the new name of allow_tf32, which raises once anybody has used the new name
+        and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        and traits_of(operand.device).has_tf32
+    )
     return {
         "USE_UPCAST": is_interpreted(kernel),
         "PRECISION": "tf32" if use_tf32 else "ieee",

@@ -76,6 +76,48 @@ def dot_loop(
 
 
 @triton.jit
+def dot_loop_described(
+    a_ptrs, weight, stride_a_k, k_size, expert, first_col,
+    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, USE_UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """:func:`dot_loop` with the weights of ``expert`` read through a descriptor.
+
+    What lies outside of the weights is read as 0, so columns need no mask. SOURCE is the kind of a
+    ``WeightSource``; in ``"halves"`` the first half of the columns comes from the first half of N.
+    """
+    ks = tl.arange(0, BLOCK_K)
+    a_step = tl.full((), BLOCK_K, tl.int64) * stride_a_k
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, k_size, BLOCK_K):
+        a = (
+            tl.load(a_ptrs)
+            if EVEN_K
+            else tl.load(a_ptrs, mask=(ks < k_size - start)[None, :], other=0.0)
+        )
+        if SOURCE == "columns":
+            b = tl.reshape(weight.load([expert, start, first_col]), (BLOCK_K, BLOCK_N))
+        elif SOURCE == "rows":
+            b = tl.reshape(weight.load([expert, first_col, start]), (BLOCK_N, BLOCK_K)).T
+        else:
+            tl.static_assert(SOURCE == "halves")
+            box = weight.load([expert, 0, first_col, start])
+            b = tl.reshape(box, (BLOCK_N, BLOCK_K)).T
+        if USE_UPCAST:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        a_ptrs += a_step
+    return acc
+
+
+@triton.jit
+def split_halves(tile, BLOCK_M: tl.constexpr, HALF_N: tl.constexpr):
+    """``[BLOCK_M, 2 * HALF_N]`` -> its left and its right half."""
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, HALF_N)), (0, 2, 1)))
+
+
+@triton.jit
 def split_pairs(tile, BLOCK_M: tl.constexpr, HALF_N: tl.constexpr):
     """``[BLOCK_M, 2 * HALF_N]`` -> even and odd columns."""
     return tl.split(tl.reshape(tile, (BLOCK_M, HALF_N, 2)))
