@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from piper_kernels.errors import DeviceError, DtypeError
+from piper_kernels.triton.device_traits import DeviceTraits, assume_traits
 from piper_kernels.triton.grouped_gemm import _grouped_gemm_kernel
 from piper_kernels.triton.launch import check_operands, dot_arguments, launch
 from piper_kernels.triton.tiles import TileConfig
@@ -44,20 +45,23 @@ def test_launch_of_an_empty_grid_runs_nothing() -> None:
 
 def test_dot_arguments_follow_torch_precision() -> None:
     def precision(dtype: torch.dtype) -> str:
-        return dot_arguments(_grouped_gemm_kernel, dtype, TILES)["PRECISION"]
+        return dot_arguments(_grouped_gemm_kernel, torch.zeros(1, dtype=dtype), TILES)["PRECISION"]
 
     assert precision(torch.float32) == "ieee"
     torch.set_float32_matmul_precision("high")
     try:
         assert precision(torch.float32) == "tf32"
         assert precision(torch.bfloat16) == "ieee"
+        with assume_traits(DeviceTraits(has_descriptors=False, has_tf32=False)):
+            assert precision(torch.float32) == "ieee"
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
 def test_dot_arguments_upcast_only_in_the_interpreter() -> None:
-    assert dot_arguments(_grouped_gemm_kernel, torch.bfloat16, TILES)["USE_UPCAST"]
-    assert not dot_arguments(object(), torch.bfloat16, TILES)["USE_UPCAST"]
+    operand = torch.zeros(1, dtype=torch.bfloat16)
+    assert dot_arguments(_grouped_gemm_kernel, operand, TILES)["USE_UPCAST"]
+    assert not dot_arguments(object(), operand, TILES)["USE_UPCAST"]
 
 
 def test_check_operands_names_both_sides() -> None:
