@@ -53,6 +53,8 @@ def _kind(name: str, value: Any, kernel_arguments: set[str]) -> Any:
     """What Triton distinguishes of an argument: dtypes, ones, multiples of 16, constants."""
     if isinstance(value, Tensor):
         return str(value.dtype)
+    if hasattr(value, "block_shape"):
+        return str(value.base.dtype), tuple(value.block_shape)
     is_run_time_int = isinstance(value, int) and name in kernel_arguments and not name.isupper()
     return (value == 1, value % 16 == 0) if is_run_time_int else value
 
@@ -97,10 +99,15 @@ def bench_layers() -> Iterator[Callable[[], None]]:
 
 
 def list_launches() -> "list[Launch]":
-    """Every different launch of the other parts, the benches' first; the same in each process."""
+    """Every different launch of the other parts, the benches' first; the same in each process.
+
+    Where there is a GPU, its launches; the meta tensors themselves know nothing of it.
+    """
+    from piper_kernels.triton.device_traits import PLAIN_TRAITS, assume_traits, traits_of
     from piper_kernels.triton.launch import recorded_launches
 
-    with recorded_launches() as launches:
+    traits = traits_of(torch.device("cuda")) if torch.cuda.is_available() else PLAIN_TRAITS
+    with assume_traits(traits), recorded_launches() as launches:
         for layers in (bench_layers(), check_layers()):
             for layer in layers:
                 layer()

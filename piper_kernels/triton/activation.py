@@ -16,6 +16,9 @@ from piper_kernels.config import Activation, WeightLayout
 from piper_kernels.permutation import Permutation
 from piper_kernels.triton.launch import launch, next_power_of_2
 
+# of a tile; twice as many spill where each element of fp16 has an address of its own
+_ELEMENTS = 2048
+
 
 @triton.jit
 def apply_function(z, FUNCTION: tl.constexpr, ALPHA: tl.constexpr):
@@ -166,7 +169,7 @@ def activation_forward(
     intermediate = width // 2 if layout.is_gated else width
     act = preact.new_empty(num_rows, intermediate)
     block_n = min(256, next_power_of_2(intermediate))
-    block_r = 4096 // block_n
+    block_r = _ELEMENTS // block_n
     launch(
         _activation_kernel,
         (triton.cdiv(num_rows, block_r), triton.cdiv(intermediate, block_n)),

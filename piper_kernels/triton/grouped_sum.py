@@ -112,6 +112,8 @@ def grouped_sum(
         HAS_GATES=gates is not None,
         BLOCK_M=BLOCK_ROWS_SUMMED,
         BLOCK_N=BLOCK_N,
+        # four spill where each element of fp16 has an address of its own
+        num_warps=8,
     )
     launch(
         _sum_experts_kernel,

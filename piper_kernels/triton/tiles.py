@@ -144,7 +144,9 @@ def default_tiles(
             num_warps=4 if is_wide else 8,
             **common,
         )
-    if is_lean and not is_wide:
+    if is_lean and is_wide:
+        return TileConfig(block_m=min(block_m, 32), block_n=32, block_k=32, group_m=4, **common)
+    if is_lean:
         block_m, num_warps = min(block_m, 64), 4 if block_m <= 32 else 8
         return TileConfig(
             block_m=block_m, block_n=64, block_k=32, num_warps=num_warps, group_m=4, **common

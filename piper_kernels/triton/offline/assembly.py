@@ -4,12 +4,13 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-# a load of 16 bytes by one thread, in PTX: global, or global to shared memory, or through TMA
+# a load of 16 bytes by one thread, in PTX: global, or global to shared memory
 _PTX_WIDE = re.compile(
     r"\bld\.global(?:\.\w+(?:::\w+)?)*\.(?:v4\.[bfsu]32|v2\.[bfsu]64|v8\.[bfsu]16|b128)\b"
     r"|\bcp\.async\.cg\.shared\.global\b"
-    r"|\bcp\.async\.bulk\.tensor[\w.:]*\.shared::\w+\.global\b"
 )
+# a whole tile through a tensor descriptor
+_PTX_DESCRIPTOR = re.compile(r"\bcp\.async\.bulk\.tensor[\w.:]*\.shared::\w+\.global\b")
 _PTX_MATRIX = {
     "wgmma": re.compile(r"\bwgmma\.mma_async\b"),
     "tcgen05": re.compile(r"\btcgen05\.mma\b"),
@@ -36,7 +37,8 @@ class Resources:
         num_warps: of a program.
         waves_per_simd: what the AMD compiler says the registers allow; 0 on NVIDIA.
         matrix: instruction kind -> how many are in the code.
-        num_wide_loads: instructions that load 16 bytes a thread or more from global memory.
+        num_wide_loads: instructions that load 16 bytes a thread from global memory.
+        num_descriptor_loads: instructions that load a tile through a tensor descriptor (TMA).
     """
 
     registers: int
@@ -47,6 +49,7 @@ class Resources:
     waves_per_simd: int
     matrix: dict[str, int]
     num_wide_loads: int
+    num_descriptor_loads: int = 0
 
     def matrix_text(self) -> str:
         """E.g. ``"8 wgmma"``; the shapes of AMD's instructions stay in the JSON."""
@@ -83,6 +86,7 @@ def read_nvidia(ptx: str, *, usage: str, sass: str, num_warps: int, shared_bytes
         waves_per_simd=0,
         matrix={kind: count for kind, count in matrix.items() if count},
         num_wide_loads=len(_PTX_WIDE.findall(ptx)),
+        num_descriptor_loads=len(_PTX_DESCRIPTOR.findall(ptx)),
     )
 
 

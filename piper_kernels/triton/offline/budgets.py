@@ -1,8 +1,8 @@
 """What each compilation must keep to: ``budgets.json`` beside this file, and the comparison. Pure.
 
 For bf16, fp16 and integers the rules are the same everywhere: no spill, no stack, no more shared
-memory than the target has, the target's matrix instructions in every GEMM. What may differ by
-target is in the file, fp32 included.
+memory than the target has, the target's matrix instructions in every GEMM, weights through tensor
+descriptors where the target has them. What may differ by target is in the file, fp32 included.
 """
 
 from functools import cache
@@ -90,4 +90,6 @@ def find_faults(case: Case, resources: Resources, budgets: Budgets) -> list[str]
     if case.op in GEMMS:
         fault = _matrix_fault(case, resources, budget)
         faults += [] if fault is None else [fault]
+    if case.reads_descriptor and not resources.num_descriptor_loads:
+        faults.append("weights are not read through a tensor descriptor")
     return faults

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from piper_kernels.triton.candidates import SHARED_MEMORY_BYTES, shipped_tiles
+from piper_kernels.triton.device_traits import traits_of_target
 from piper_kernels.triton.tiles import BLOCK_ROWS, Op, TileConfig, default_tiles
 
 Matrix = Literal["ci", "default", "full"]
@@ -78,6 +79,8 @@ ROUTING: dict[str, tuple[str, tuple[str, ...]]] = {
     "tile_schedule": ("_tile_schedule_kernel", (PLAIN,)),
 }
 OPS = (*GEMMS, *MOVES, *ROUTING)
+# GEMMs that read weights, which a tensor descriptor may do
+_READS_WEIGHTS = ("gate_up", "down", "grad_act", "grad_x")
 KERNELS: dict[str, str] = {
     op: entry[0] for table in (GEMMS, MOVES, ROUTING) for op, entry in table.items()
 }
@@ -107,6 +110,17 @@ class Case:
     def kernel(self) -> str:
         """The kernel's Python name."""
         return KERNELS[self.op]
+
+    @property
+    def reads_descriptor(self) -> bool:
+        """Whether weights come through a tensor descriptor: as ``weight_source`` should decide."""
+        return (
+            self.op in _READS_WEIGHTS
+            and self.dtype in ("bf16", "fp16")
+            and self.variant != "odd"
+            and (self.op, self.variant) != ("gate_up", "transposed")
+            and traits_of_target(self.target).has_descriptors
+        )
 
     def tile_text(self) -> str:
         """E.g. ``"128x64x64 w8 s3"``: block_m, block_n, block_k, warps, stages."""
@@ -150,7 +164,8 @@ def _gemm_cases(matrix: Matrix, target: str, op: str, dtype: Dtype) -> Iterator[
         return
     # a flag changes an epilogue or a load: the most and the fewest registers are enough
     for variant in variants:
-        if (variant == "tf32") <= (dtype == "fp32"):
+        has_tf32 = dtype == "fp32" and traits_of_target(target).has_tf32
+        if variant != "tf32" or has_tf32:
             defaults = default_tiles_of(tile_op, dtype, target, variant)
             for one in dict.fromkeys((defaults[0], defaults[-1])):
                 yield Case(target=target, op=op, dtype=dtype, variant=variant, tiles=one)

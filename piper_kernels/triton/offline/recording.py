@@ -16,6 +16,7 @@ from torch import Tensor
 from piper_kernels.config import GPT_OSS_SWIGLU, RELU2, SWIGLU, Activation, WeightLayout
 from piper_kernels.contracts import ExpertsNeeds, ExpertsWeights
 from piper_kernels.permutation import Permutation
+from piper_kernels.triton.device_traits import assume_traits, traits_of_target
 from piper_kernels.triton.experts import experts_backward, experts_forward
 from piper_kernels.triton.grouped_gemm import grouped_gemm
 from piper_kernels.triton.grouped_gemm_wgrad import grouped_gemm_wgrad
@@ -211,8 +212,8 @@ def _run_routing(variant: str) -> None:
 
 
 def record(case: Case) -> Launch:
-    """The launch of the case's kernel."""
-    with _precision(case.variant):
+    """The launch of the case's kernel on its target."""
+    with _precision(case.variant), assume_traits(traits_of_target(case.target)):
         if case.op in ROUTING:
             with recorded_launches() as launches:
                 _run_routing(case.variant)

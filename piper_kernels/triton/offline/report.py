@@ -23,9 +23,10 @@ HEADINGS = (
     "stack",
     "spills",
     "KiB",
-    "programs",
+    "fit",
     "matrix",
     "16 B",
+    "TMA",
 )
 
 
@@ -52,6 +53,7 @@ def _cells(outcome: Outcome) -> list[str]:
         str(resident_programs(resources, case.target)),
         resources.matrix_text() or "-",
         str(resources.num_wide_loads),
+        str(resources.num_descriptor_loads),
     ]
 
 
@@ -104,7 +106,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
             f"### {title}",
             "",
             "| " + " | ".join(HEADINGS) + " |",
-            "|" + "---|" * 3 + "---:|" * 5 + "---|---:|",
+            "|" + "---|" * 3 + "---:|" * 5 + "---|---:|---:|",
         ]
         lines += ["| " + " | ".join(_cells(row.outcome)) + " |" for row in group]
         blocks.append("\n".join(lines))

@@ -66,7 +66,8 @@ def test_read_nvidia_counts_each_kind() -> None:
         num_warps=8,
         waves_per_simd=0,
         matrix={"wgmma": 2, "tcgen05": 1, "mma.sync": 1},
-        num_wide_loads=4,
+        num_wide_loads=3,
+        num_descriptor_loads=1,
     )
 
 

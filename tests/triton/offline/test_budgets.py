@@ -28,6 +28,7 @@ FINE = Resources(
     waves_per_simd=0,
     matrix={"wgmma": 4},
     num_wide_loads=8,
+    num_descriptor_loads=2,
 )
 
 
@@ -48,6 +49,7 @@ def test_load_budgets_is_strict() -> None:
         ({"num_spills": 1}, "1 spills, allowed 0"),
         ({"shared_bytes": 232449}, "232449 bytes of shared memory, allowed 232448"),
         ({"matrix": {}}, "no wgmma, but no matrix instruction"),
+        ({"num_descriptor_loads": 0}, "weights are not read through a tensor descriptor"),
         ({"matrix": {"mma.sync": 16}}, "no wgmma, but 16 mma.sync"),
     ],
 )

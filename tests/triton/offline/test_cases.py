@@ -76,6 +76,7 @@ def test_find_cases_narrow() -> None:
     assert {(case.target, case.op, case.dtype) for case in cases} == {("gfx942", "down", "fp32")}
     assert "tf32" in {case.variant for case in cases}
     assert "tf32" not in {case.variant for case in find_cases("default", dtypes=["bf16"])}
+    assert "tf32" not in {case.variant for case in find_cases("default", targets=["gfx950"])}
     assert find_cases("default", ops=["count"], dtypes=["bf16"]) == []
 
 

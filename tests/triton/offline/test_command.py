@@ -30,6 +30,7 @@ def takes(case: Case) -> Resources:
         waves_per_simd=4,
         matrix={KIND.get(case.target, "mfma"): 4},
         num_wide_loads=8,
+        num_descriptor_loads=1,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from piper_kernels.triton.launch import Launch, recorded_launches
 from piper_kernels.triton.offline.cases import FLOATS, GEMMS, MOVES, PLAIN, Case, find_cases
@@ -33,6 +34,8 @@ def describe(value: Any) -> Any:
     """What specialisation sees of an argument: not where a tensor lies, but how it is aligned."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
+    if isinstance(value, TensorDescriptor):
+        return describe(value.base), value.shape, value.strides, value.block_shape
     return value
 
 
@@ -75,6 +78,11 @@ def test_record_finds_one_launch_for_every_case() -> None:
             assert tuple(launch.arguments[name] for name in names) == wanted
 
 
+def storage_bytes(value: torch.Tensor | TensorDescriptor) -> int:
+    base = value.base if isinstance(value, TensorDescriptor) else value
+    return base.untyped_storage().nbytes()
+
+
 def arguments_of(variant: str, op: str = "gate_up", dtype: Any = "bf16") -> dict[str, Any]:
     tiles = TileConfig(block_m=64, block_n=64, block_k=64)
     return record(Case(target="sm_90", op=op, dtype=dtype, variant=variant, tiles=tiles)).arguments
@@ -93,9 +101,9 @@ def test_record_variants_say_what_they_mean() -> None:
     odd = arguments_of("odd")
     assert (odd["EVEN_N"], odd["EVEN_K"], odd["hidden"] % 2) == (False, False, 1)
     large = arguments_of("large")
-    for name in ("x_ptr", "weight_ptr", "act_ptr"):
-        assert large[name].untyped_storage().nbytes() > 2**31
-        assert plain[name].untyped_storage().nbytes() < 2**31
+    for name in ("x_ptr", "weight", "act_ptr"):
+        assert storage_bytes(large[name]) > 2**31
+        assert storage_bytes(plain[name]) < 2**31
     assert arguments_of("ungated")["IS_GATED"] is False
     assert arguments_of("gelu")["FUNCTION"] == "gelu"
 
@@ -124,11 +132,22 @@ def test_record_variants_of_the_backward() -> None:
 def test_record_knows_dtypes_and_precision() -> None:
     for dtype in FLOATS:
         arguments = arguments_of(PLAIN, dtype=dtype)
-        assert arguments["weight_ptr"].dtype == FLOAT_DTYPES[dtype]
+        assert arguments["x_ptr"].dtype == FLOAT_DTYPES[dtype]
+        assert isinstance(arguments["weight"], TensorDescriptor) is (dtype != "fp32")
         assert arguments["PRECISION"] == "ieee"
     before = torch.backends.cuda.matmul.fp32_precision
     assert arguments_of("tf32", dtype="fp32")["PRECISION"] == "tf32"
     assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def test_record_reads_descriptors_where_the_case_says_so() -> None:
+    ops = ["gate_up", "down", "grad_act", "grad_x", "grad_down"]
+    for target in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        cases = find_cases("default", targets=[target], ops=ops)
+        for case in cases:
+            source = record(case).arguments.get("SOURCE", "pointers")
+            assert (source != "pointers") is case.reads_descriptor, case
+        assert any(case.reads_descriptor for case in cases) is (target in ("sm_90", "sm_100"))
 
 
 def test_specialize_gives_the_launch_hints() -> None:

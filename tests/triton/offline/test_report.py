@@ -28,6 +28,7 @@ TAKES = Resources(
     waves_per_simd=0,
     matrix={"wgmma": 4},
     num_wide_loads=24,
+    num_descriptor_loads=2,
 )
 FINE = Row(outcome=Outcome(case=CASE, resources=TAKES), faults=())
 BAD = Row(
@@ -46,7 +47,20 @@ def test_print_tables_show_numbers_and_faults() -> None:
     lines = shown([FINE, BAD])
     words = [line.split() for line in lines]
     tile = ["128x128x64", "w8", "s3"]
-    assert ["gate_up", "halves", *tile, "139", "0", "0", "96", "1", "4", "wgmma", "24"] in words
+    assert [
+        "gate_up",
+        "halves",
+        *tile,
+        "139",
+        "0",
+        "0",
+        "96",
+        "1",
+        "4",
+        "wgmma",
+        "24",
+        "2",
+    ] in words
     assert "sm_90, bf16 (227 KiB shared)" in {line.strip() for line in lines}
     assert "missed gate_up halves 128x128x64 w8 s3: does not compile: [x] dead" in lines
 
@@ -77,7 +91,7 @@ def test_as_json_keeps_everything() -> None:
 
 def test_as_markdown_has_one_table_a_target() -> None:
     text = as_markdown([FINE, FINE, BAD])
-    row = "| gate_up | halves | 128x128x64 w8 s3 | 139 | 0 | 0 | 96 | 1 | 4 wgmma | 24 |"
+    row = "| gate_up | halves | 128x128x64 w8 s3 | 139 | 0 | 0 | 96 | 1 | 4 wgmma | 24 | 2 |"
     assert text.count(row) == 2
     assert text.count("### ") == 2
-    assert "| gate_up | halves | 128x128x64 w8 s3 | - | - | - | - | - | - | - |" in text
+    assert "| gate_up | halves | 128x128x64 w8 s3 | - | - | - | - | - | - | - | - |" in text
