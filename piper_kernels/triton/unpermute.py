@@ -17,6 +17,7 @@ from torch import Tensor
 
 from piper_kernels.permutation import Permutation
 from piper_kernels.triton.launch import launch, next_power_of_2
+from piper_kernels.triton.tiles import are_rows_aligned
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -55,6 +56,7 @@ def sum_over_rows(
     num_tokens, hidden = permutation.num_tokens, rows.shape[1]
     y = rows.new_empty(num_tokens, hidden)
     block_h = min(256, next_power_of_2(hidden))
+    has_wide_loads = are_rows_aligned(hidden, element_bytes=rows.element_size())
     launch(
         _sum_over_rows_kernel,
         (triton.cdiv(num_tokens, block_tokens), triton.cdiv(hidden, block_h)),
@@ -75,8 +77,8 @@ def sum_over_rows(
         HAS_GATES=gates is not None,
         BLOCK_T=block_tokens,
         BLOCK_H=block_h,
-        # four spill where each element of fp16 has an address of its own
-        num_warps=8,
+        # each element with an address of its own takes registers: four warps would spill
+        num_warps=4 if has_wide_loads else 8,
     )
     return y
 
