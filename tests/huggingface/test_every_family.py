@@ -5,7 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from piper_kernels.testing.model_steps import assert_steps_close, run_step, token_ids
+from piper_kernels.testing.model_steps import (
+    assert_steps_close,
+    run_double_step,
+    run_step,
+    token_ids,
+)
 from piper_kernels.testing.tiny_models import (
     experts_classes,
     experts_modules,
@@ -37,6 +42,8 @@ NOT_BUILT: dict[str, str] = {}
 NOT_IN_THE_MODEL = {
     "Qwen3OmniMoeTalkerTextExperts": "the talker needs the thinker's hidden states as its input",
 }
+# Families whose modeling files multiply fp32 by whatever dtype comes: there is no truth in fp64.
+NOT_IN_DOUBLE = {"inkling2", "inkling2_loop"}
 FAMILIES = [family for family in experts_classes() if family not in NOT_BUILT]
 
 
@@ -55,6 +62,8 @@ def test_piper_equals_eager_in_every_family(family: str, monkeypatch: pytest.Mon
     held = {c.__name__ for module in modules for c in type(module).__mro__} & names
     assert held == names - NOT_IN_THE_MODEL.keys()
     eager = run_step(model, "eager")
+    # eager's own error reaches 5e-5 (lara_mini), and half of what piper and it differ by (hy_v4_vl)
+    truth = None if family in NOT_IN_DOUBLE else run_double_step(model, "eager")
     calls: list[Any] = []
     for module in modules:
         module.register_forward_hook(lambda module, *_: calls.append(module))
@@ -62,7 +71,7 @@ def test_piper_equals_eager_in_every_family(family: str, monkeypatch: pytest.Mon
     # ernie4_5_vl_moe has experts for image tokens, of which there are none here
     assert {type(module) for module in calls} == {type(module) for module in modules}
     assert {m.config._experts_implementation for m in modules} == {"piper"}
-    assert_steps_close(piper, eager, 1e-5)
+    assert_steps_close(piper, eager, 1e-5, truth=truth)
     # the experts matter: their weights have a gradient worth comparing
     largest = max(float(g.abs().max()) for g in eager.grads.values() if g is not None)
     for module in set(calls):

@@ -48,3 +48,17 @@ def test_assert_steps_close_names_what_differs() -> None:
     nan = replace(step(), output=torch.tensor([torch.nan]))
     with pytest.raises(AssertionError, match="output"):
         assert_steps_close(nan, step(), 1e-3)
+
+
+def test_assert_steps_close_counts_the_baselines_own_error() -> None:
+    def off_by(share: float) -> ModelStep:
+        return replace(step(), output=step().output * (1 + share))
+
+    with pytest.raises(AssertionError, match="output: relative error"):
+        assert_steps_close(off_by(-2e-3), off_by(2e-3), 1e-3)
+    assert_steps_close(off_by(-2e-3), off_by(2e-3), 1e-3, truth=step())
+    with pytest.raises(AssertionError, match="output: relative error"):
+        assert_steps_close(off_by(-4e-3), off_by(2e-3), 1e-3, truth=step())
+    missing = replace(step(), grads=dict.fromkeys(step().grads))
+    with pytest.raises(AssertionError, match="the truth has no gradient"):
+        assert_steps_close(step(), step(), 1e-3, truth=missing)
