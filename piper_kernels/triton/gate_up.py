@@ -22,7 +22,6 @@ from piper_kernels.triton.activation import activation_arguments, apply_function
 from piper_kernels.triton.launch import dot_arguments, launch
 from piper_kernels.triton.ragged import (
     dot_loop,
-    dot_loop_described,
     find_tile,
     split_halves,
     split_pairs,
@@ -78,24 +77,16 @@ def _gate_up_kernel(
         is_col = cols < (2 * intermediate if IS_GATED else intermediate)
 
     ks = tl.arange(0, BLOCK_K).to(tl.int64)
-    expert = expert.to(tl.int64)
-    cols_i64 = cols.to(tl.int64)
     a_ptrs = x_ptr + tokens[:, None] * stride_x_t + ks[None, :] * stride_x_h
-    if SOURCE == "pointers":
-        b_ptrs = weight + expert * stride_w_e
-        b_ptrs += cols_i64[None, :] * stride_w_n + ks[:, None] * stride_w_h
-        acc = dot_loop(
-            a_ptrs, b_ptrs, stride_x_h, stride_w_h, hidden, is_col,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
-        )  # fmt: skip
-    else:
-        first_col = col_tile * (NUM_ACT_COLS if SOURCE == "halves" else BLOCK_N)
-        acc = dot_loop_described(
-            a_ptrs, weight, stride_x_h, hidden, expert.to(tl.int32), first_col,
-            SOURCE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_UPCAST, PRECISION,
-        )  # fmt: skip
+    first_col = col_tile * (NUM_ACT_COLS if SOURCE == "halves" else BLOCK_N)
+    acc = dot_loop(
+        a_ptrs, stride_x_h, weight, stride_w_e, stride_w_n, stride_w_h,
+        hidden, expert, cols, is_col, first_col, SOURCE,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
+    )  # fmt: skip
     if HAS_BIAS:
-        bias_ptrs = bias_ptr + expert * stride_bias_e + cols_i64 * stride_bias_n
+        bias_ptrs = bias_ptr + expert.to(tl.int64) * stride_bias_e
+        bias_ptrs += cols.to(tl.int64) * stride_bias_n
         acc += tl.load(bias_ptrs, mask=is_col, other=0.0).to(tl.float32)[None, :]
 
     # write back

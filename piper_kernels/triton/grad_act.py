@@ -29,7 +29,6 @@ from piper_kernels.triton.activation import (
 from piper_kernels.triton.launch import dot_arguments, launch
 from piper_kernels.triton.ragged import (
     dot_loop,
-    dot_loop_described,
     find_tile,
     join_pairs,
     split_pairs,
@@ -95,18 +94,11 @@ def _grad_act_kernel(
 
     ks = tl.arange(0, BLOCK_K).to(tl.int64)
     a_ptrs = grad_y_ptr + tokens[:, None] * stride_gy_t + ks[None, :] * stride_gy_h
-    if SOURCE == "pointers":
-        b_ptrs = weight + expert.to(tl.int64) * stride_w_e
-        b_ptrs += cols.to(tl.int64)[None, :] * stride_w_i + ks[:, None] * stride_w_h
-        p = dot_loop(
-            a_ptrs, b_ptrs, stride_gy_h, stride_w_h, hidden, is_col,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
-        )  # fmt: skip
-    else:
-        p = dot_loop_described(
-            a_ptrs, weight, stride_gy_h, hidden, expert, col_tile * BLOCK_N,
-            SOURCE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_UPCAST, PRECISION,
-        )  # fmt: skip
+    p = dot_loop(
+        a_ptrs, stride_gy_h, weight, stride_w_e, stride_w_i, stride_w_h,
+        hidden, expert, cols, is_col, col_tile * BLOCK_N, SOURCE,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
+    )  # fmt: skip
 
     # back through the activation; the tile's first row is an int64 offset, and inside the tile
     # 32 bits are enough and spare registers

@@ -17,7 +17,7 @@ from torch import Tensor
 from piper_kernels.errors import ShapeError, check_shape, require
 from piper_kernels.triton.grouped_gemm_wgrad import grouped_gemm_wgrad
 from piper_kernels.triton.launch import check_operands, dot_arguments, is_hip, launch
-from piper_kernels.triton.ragged import dot_loop, dot_loop_described, find_tile
+from piper_kernels.triton.ragged import dot_loop, find_tile
 from piper_kernels.triton.tile_schedule import TileSchedules, tile_schedules
 from piper_kernels.triton.tiles import TileConfig, are_rows_aligned, default_tiles
 from piper_kernels.triton.weight_source import weight_source
@@ -58,22 +58,14 @@ def _grouped_gemm_kernel(
     is_col = cols < out_size
 
     ks = tl.arange(0, BLOCK_K).to(tl.int64)
-    expert = expert.to(tl.int64)
     a_ptrs = rows_ptr + read_rows[:, None] * stride_rows_r + ks[None, :] * stride_rows_k
-    if SOURCE == "pointers":
-        b_ptrs = weight + expert * stride_w_e
-        b_ptrs += cols[None, :] * stride_w_n + ks[:, None] * stride_w_k
-        acc = dot_loop(
-            a_ptrs, b_ptrs, stride_rows_k, stride_w_k, in_size, is_col,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
-        )  # fmt: skip
-    else:
-        acc = dot_loop_described(
-            a_ptrs, weight, stride_rows_k, in_size, expert.to(tl.int32), col_tile * BLOCK_N,
-            SOURCE, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, USE_UPCAST, PRECISION,
-        )  # fmt: skip
+    acc = dot_loop(
+        a_ptrs, stride_rows_k, weight, stride_w_e, stride_w_n, stride_w_k,
+        in_size, expert, cols, is_col, col_tile * BLOCK_N, SOURCE,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, USE_UPCAST, PRECISION,
+    )  # fmt: skip
     if HAS_BIAS:
-        bias_ptrs = bias_ptr + expert * stride_bias_e + cols * stride_bias_n
+        bias_ptrs = bias_ptr + expert.to(tl.int64) * stride_bias_e + cols * stride_bias_n
         acc += tl.load(bias_ptrs, mask=is_col, other=0.0).to(tl.float32)[None, :]
 
     # write back

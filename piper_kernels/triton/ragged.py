@@ -45,69 +45,54 @@ def find_tile(
 
 @triton.jit
 def dot_loop(
-    a_ptrs, b_ptrs, stride_a_k, stride_b_k, k_size, col_mask,
+    a_ptrs, stride_a_k, weight, stride_w_e, stride_w_n, stride_w_k,
+    k_size, expert, cols, is_col, first_col, SOURCE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     USE_UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """fp32 ``a @ b`` of ``[BLOCK_M, k]`` by ``[k, BLOCK_N]``; every row of a must be readable."""
+    """fp32 ``a @ b``: ``[BLOCK_M, k]`` by the ``[k, BLOCK_N]`` columns of an expert's weight.
+
+    Every row of a must be readable. SOURCE is the kind of a ``WeightSource``. Pointers read
+    ``cols`` where ``is_col``. A descriptor reads from ``first_col`` on, and 0 outside of the
+    weight; in ``"halves"`` the left half of the tile comes from the first half of N.
+    """
     ks = tl.arange(0, BLOCK_K)
     a_step = tl.full((), BLOCK_K, tl.int64) * stride_a_k
-    b_step = tl.full((), BLOCK_K, tl.int64) * stride_b_k
+    if SOURCE == "pointers":
+        b_ptrs = weight + expert.to(tl.int64) * stride_w_e
+        b_ptrs += cols.to(tl.int64)[None, :] * stride_w_n + ks.to(tl.int64)[:, None] * stride_w_k
+        b_step = tl.full((), BLOCK_K, tl.int64) * stride_w_k
+    else:
+        expert_coordinate = expert.to(tl.int32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, k_size, BLOCK_K):
         is_k = ks < k_size - start
         a = tl.load(a_ptrs) if EVEN_K else tl.load(a_ptrs, mask=is_k[None, :], other=0.0)
-        if EVEN_K and EVEN_N:
+        if SOURCE == "columns":
+            box = weight.load([expert_coordinate, start, first_col])
+            b = tl.reshape(box, (BLOCK_K, BLOCK_N))
+        elif SOURCE == "rows":
+            box = weight.load([expert_coordinate, first_col, start])
+            b = tl.reshape(box, (BLOCK_N, BLOCK_K)).T
+        elif SOURCE == "halves":
+            box = weight.load([expert_coordinate, 0, first_col, start])
+            b = tl.reshape(box, (BLOCK_N, BLOCK_K)).T
+        elif EVEN_K and EVEN_N:
             b = tl.load(b_ptrs)
         elif EVEN_K:
-            b = tl.load(b_ptrs, mask=col_mask[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=is_col[None, :], other=0.0)
         elif EVEN_N:
             b = tl.load(b_ptrs, mask=is_k[:, None], other=0.0)
         else:
-            b = tl.load(b_ptrs, mask=is_k[:, None] & col_mask[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=is_k[:, None] & is_col[None, :], other=0.0)
         if USE_UPCAST:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
         a_ptrs += a_step
-        b_ptrs += b_step
-    return acc
-
-
-@triton.jit
-def dot_loop_described(
-    a_ptrs, weight, stride_a_k, k_size, expert, first_col,
-    SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, USE_UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """:func:`dot_loop` with the weights of ``expert`` read through a descriptor.
-
-    What lies outside of the weights is read as 0, so columns need no mask. SOURCE is the kind of a
-    ``WeightSource``; in ``"halves"`` the first half of the columns comes from the first half of N.
-    """
-    ks = tl.arange(0, BLOCK_K)
-    a_step = tl.full((), BLOCK_K, tl.int64) * stride_a_k
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, k_size, BLOCK_K):
-        a = (
-            tl.load(a_ptrs)
-            if EVEN_K
-            else tl.load(a_ptrs, mask=(ks < k_size - start)[None, :], other=0.0)
-        )
-        if SOURCE == "columns":
-            b = tl.reshape(weight.load([expert, start, first_col]), (BLOCK_K, BLOCK_N))
-        elif SOURCE == "rows":
-            b = tl.reshape(weight.load([expert, first_col, start]), (BLOCK_N, BLOCK_K)).T
-        else:
-            tl.static_assert(SOURCE == "halves")
-            box = weight.load([expert, 0, first_col, start])
-            b = tl.reshape(box, (BLOCK_N, BLOCK_K)).T
-        if USE_UPCAST:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        a_ptrs += a_step
+        if SOURCE == "pointers":
+            b_ptrs += b_step
     return acc
 
 

@@ -38,7 +38,8 @@ class Resources:
         waves_per_simd: what the AMD compiler says the registers allow; 0 on NVIDIA.
         matrix: instruction kind -> how many are in the code.
         num_wide_loads: instructions that load 16 bytes a thread from global memory.
-        num_descriptor_loads: instructions that load a tile through a tensor descriptor (TMA).
+        num_descriptor_loads: instructions that load a tile through a tensor descriptor (TMA); 0 on
+            AMD.
     """
 
     registers: int
